@@ -21,7 +21,7 @@ INSTALLED := $(VENV)/installed
 CONSTRAINTS := $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -c $(CONSTRAINTS)
 
-.PHONY: help venv demo test test-skipped test-slow check lint types lessons site bench gpu chaos goodput fuzz mutants corpus torch-tests images clean
+.PHONY: help venv demo test test-skipped test-slow check lint types lessons site bench gpu chaos goodput fuzz mutants corpus adversary torch-tests images clean
 .NOTPARALLEL:
 
 help:
@@ -39,6 +39,7 @@ help:
 	@echo "make fuzz       odd inputs for every command and every file it reads: ten minutes; SEED=1 MINUTES=10"
 	@echo "make mutants    change 300 places of the code that must not be wrong: do its tests fail? About an hour"
 	@echo "make corpus     stepladder check and parity on small scripts with a planted mistake or none, all wrong answers: half an hour"
+	@echo "make adversary  kinds of ordinary jobs with --sync exact, each in five ways: one hash, or refused by name? A quarter of an hour"
 	@echo "make torch-tests  torch's own tests of torch.distributed, on gloo and on shared memory: twenty minutes"
 	@echo "make images     build the container image, train in it, and edit a checkout in it: root, buildah, mmdebstrap"
 	@echo "make clean      remove .venv and caches; runs and data stay"
@@ -129,6 +130,9 @@ corpus: $(INSTALLED)
 	$(BIN)/python -m pytest -m corpus -n 2
 	$(BIN)/python benchmarks/check_corpus.py --write
 	$(BIN)/python benchmarks/parity_corpus.py --write
+
+adversary: $(INSTALLED)
+	$(BIN)/python benchmarks/adversary.py --write
 
 torch-tests: $(INSTALLED)
 	$(BIN)/python benchmarks/torch_tests.py --write

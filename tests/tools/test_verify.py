@@ -172,7 +172,7 @@ PLANTED = {  # plant: settings, sizes, (step, kind, sizes) of the difference, ca
         (1, "loss", [1, 2]),
         "another thread count: ranks compute with 1 and 2",
     ),
-    "odd update": ({}, [1, 2], (1, "parameter", [2]), "weights updated outside the optimizer"),
+    "odd update": ({}, [1, 2], (1, "parameter", [2]), "changes the weight layers.0.bias"),
 }
 FEW = "data", "buffer", "start", "norm", "odd update"  # each kind of difference
 

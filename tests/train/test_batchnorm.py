@@ -32,12 +32,10 @@ def take_step(model: nn.Module, statistics: RunningStatistics, batches: list[tor
     """One step as the trainer makes it: captured per microbatch, weighted by samples, applied once."""
     statistics.begin()
     total = torch.zeros(statistics.size)
-    count = 0
     for batch in batches:
         model(batch)
-        total += statistics.capture() * len(batch)
-        count += len(batch)
-    statistics.finish(total / count)
+        total += statistics.capture(len(batch))
+    statistics.finish(total)
 
 
 def statistics_of(model: nn.Module, x: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -115,9 +113,9 @@ def test_a_rank_without_microbatches_moves_by_what_the_others_saw() -> None:
     statistics.begin()
     of_other.begin()
     model(data_of(0))
-    mean = statistics.capture()
-    statistics.finish(mean)
-    of_other.finish(mean)
+    total = statistics.capture(8)
+    statistics.finish(total)
+    of_other.finish(total)
     torch.testing.assert_close(peer.state_dict(), model.state_dict(), rtol=0, atol=0)
 
 
@@ -139,6 +137,30 @@ def test_a_layer_that_the_user_froze_keeps_its_statistics() -> None:
     ]
     assert changed == []
     assert int(find_batch_norms(model)[1].num_batches_tracked) == 2
+
+
+def test_a_layer_that_some_microbatches_skip_moves_by_the_mean_over_the_others() -> None:
+    model = model_of()
+    only = model_of()
+    statistics = RunningStatistics(model)
+    statistics.begin()
+    total = torch.zeros(statistics.size)
+    for step in range(3):
+        if step == 1:
+            model(data_of(step))
+        total += statistics.capture(8)
+    statistics.finish(total)
+    take_step(only, RunningStatistics(only), [data_of(1)])
+    torch.testing.assert_close(model.state_dict(), only.state_dict())
+
+
+def test_a_layer_that_all_microbatches_skip_keeps_its_statistics() -> None:
+    model = model_of()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    statistics = RunningStatistics(model)
+    statistics.begin()
+    statistics.finish(statistics.capture(8))
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
 
 
 def test_layers_without_running_statistics_are_left_alone() -> None:

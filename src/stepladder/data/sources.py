@@ -276,7 +276,8 @@ def move_to_device(batch: Any, device: torch.device) -> Any:
     if isinstance(batch, dict):
         return {name: move_to_device(part, device) for name, part in batch.items()}
     if isinstance(batch, (tuple, list)):
-        return [move_to_device(part, device) for part in batch]
+        parts = [move_to_device(part, device) for part in batch]
+        return type(batch)(*parts) if hasattr(batch, "_fields") else parts  # a named tuple
     return batch
 
 

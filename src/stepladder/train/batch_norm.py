@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stepladder.core.plan import Plan
 from stepladder.train.step_listener import LoopListener
 from stepladder.train.sync.base import Backward, StepResult
 
@@ -29,9 +28,8 @@ class RunningStatistics(LoopListener):
     number of processes, up to the rounding of that sum.
     """
 
-    def __init__(self, model: nn.Module | None, plan: Plan | None = None) -> None:
+    def __init__(self, model: nn.Module | None) -> None:
         """Keep the statistics of a model; of none where a rank computes its share in one pass."""
-        self.plan = plan
         self.layers = find_batch_norms(model) if model is not None else []
         self.momenta = [layer.momentum for layer in self.layers]
         # mypy: they are None only in layers that keep no statistics.
@@ -40,8 +38,15 @@ class RunningStatistics(LoopListener):
         for layer in self.layers:
             self.buffers += [layer.running_mean, layer.running_var]
             self.counters.append(layer.num_batches_tracked)
-        # Elements of the statistics of all layers.
-        self.size = sum(buffer.numel() for buffer in self.buffers)
+        # Elements of the statistics of all layers, and of each layer's count of samples.
+        self.statistic_sizes = [buffer.numel() for buffer in self.buffers]
+        self.size = sum(self.statistic_sizes) + len(self.layers)
+        # The counters after the last microbatch: a layer that a microbatch skips does not count.
+        self.last_counters = torch.zeros(0)
+        # For each element of the statistics, the index of its layer.
+        indices = [i // 2 for i, size in enumerate(self.statistic_sizes) for _ in range(size)]
+        device = self.buffers[0].device if self.buffers else None
+        self.layer_of_element = torch.tensor(indices, dtype=torch.long, device=device)
         self.buffers_before: list[Tensor] = []  # empty when no step is under way
         self.counters_before: list[Tensor] = []
 
@@ -52,15 +57,16 @@ class RunningStatistics(LoopListener):
 
     def after_reduce(self, step: int, result: StepResult) -> None:
         """Move the running statistics by what follows the loss in the step's extra values."""
-        assert result.extra is not None and self.plan is not None
-        first, end = self.plan.batch(step)
-        self.finish(result.extra[1:] / (end - first))
+        assert result.extra is not None
+        self.finish(result.extra[1:])
 
     @torch.no_grad()
     def begin(self) -> None:
         """Save the running statistics, and have forward write a microbatch's statistics instead."""
         self.buffers_before = [buffer.clone() for buffer in self.buffers]
         self.counters_before = [counter.clone() for counter in self.counters]
+        if self.layers:
+            self.last_counters = torch.stack(self.counters)
         for layer in self.layers:
             layer.momentum = 1.0
 
@@ -78,25 +84,42 @@ class RunningStatistics(LoopListener):
         self.buffers_before = []
 
     @torch.no_grad()
-    def capture(self) -> Tensor:
-        """Return the statistics of the microbatch that forward has just read, shape (size,)."""
-        return torch.cat([buffer.reshape(-1) for buffer in self.buffers])
-
-    @torch.no_grad()
-    def finish(self, mean: Tensor) -> None:
-        """Move the running statistics towards the mean of the step.
-
-        A layer in eval mode, which the user has frozen, keeps its statistics.
+    def capture(self, samples: int) -> Tensor:
+        """Return the statistics of the microbatch that forward has just read, to be added.
 
         Args:
-            mean: The mean of all microbatches' statistics, weighted by samples; shape (size,).
+            samples: In the microbatch.
+
+        Returns:
+            The mean and the variance of each layer times its count of samples, and these counts,
+            which are zero for layers that forward has skipped; shape (size,).
         """
-        parts = mean.split([buffer.numel() for buffer in self.buffers])
+        counters = torch.stack(self.counters)
+        layer_counts = (counters != self.last_counters).float() * samples
+        self.last_counters = counters
+        statistics = torch.cat([buffer.reshape(-1).float() for buffer in self.buffers])
+        return torch.cat([statistics * layer_counts[self.layer_of_element], layer_counts])
+
+    @torch.no_grad()
+    def finish(self, total: Tensor) -> None:
+        """Move the running statistics towards the mean of the step.
+
+        A layer that no microbatch has called in training mode keeps its statistics.
+
+        Args:
+            total: What `capture` has returned, added over all microbatches; shape (size,).
+        """
+        sums, layer_counts = total.split([sum(self.statistic_sizes), len(self.layers)])
+        mean = sums / layer_counts.clamp(min=1)[self.layer_of_element]
+        parts = mean.split(self.statistic_sizes)
+        is_called = [bool(count) for count in layer_counts.cpu()]
         for index, layer in enumerate(self.layers):
             momentum = self.momenta[index]
             layer.momentum = momentum
-            self.counters[index].copy_(self.counters_before[index] + layer.training)
-            if not layer.training:
+            self.counters[index].copy_(self.counters_before[index] + is_called[index])
+            if not is_called[index]:
+                for number in (2 * index, 2 * index + 1):
+                    self.buffers[number].copy_(self.buffers_before[number])
                 continue
             weight = momentum
             if weight is None:  # a cumulative average

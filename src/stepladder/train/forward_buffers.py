@@ -12,8 +12,10 @@ from stepladder.train.batch_norm import find_batch_norms
 class BufferChanged(InputError):
     """Forward changes a buffer, and no rule combines its values over microbatches."""
 
+    kind = "buffer"
+
     def __init__(self, buffer: str) -> None:
-        self.buffer = buffer
+        self.tensor = buffer
         super().__init__(
             f"--sync exact: forward changes the buffer {buffer}, which no rule combines over"
             " microbatches",

@@ -198,5 +198,27 @@ def validate_gradients_fit(job: Job) -> None:
                 )
 
 
+def validate_sparse_adam(job: Job) -> None:
+    """Raise InputError for SparseAdam: gradients that are added over ranks are dense."""
+    if any(isinstance(part, torch.optim.SparseAdam) for part in list_optimizers(job.optimizer)):
+        raise InputError(
+            "SparseAdam steps sparse gradients only; here they become dense as they are added over"
+            " microbatches and ranks",
+            "torch.optim.Adam(model.parameters()), or SGD",
+        )
+
+
+def validate_batch_norms(job: Job) -> None:
+    """Raise InputError for SyncBatchNorm, which exchanges statistics in the forward pass."""
+    for name, module in job.model.named_modules():
+        if isinstance(module, nn.SyncBatchNorm):
+            raise InputError(
+                f"the layer {name} is a SyncBatchNorm, whose statistics depend on the number of"
+                " ranks, and which CPUs do not have",
+                "leave convert_sync_batchnorm out: with --sync exact or --microbatch N, statistics"
+                " are the same on any number of ranks",
+            )
+
+
 def _parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     return [param for group in optimizer.param_groups for param in group["params"]]

@@ -135,6 +135,7 @@ def without_values(batch: Any) -> Any:
 class FakeSession(LoopListener):
     """The parts of a Session that a TrainingLoop uses; it writes nothing."""
 
+    has_values = False
     stopped = False
     is_epoch_end = False
     is_full = False

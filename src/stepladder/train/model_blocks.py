@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
+import torch
 from torch import nn
 
 from stepladder.core.errors import InputError
@@ -67,7 +68,16 @@ def validate_fully_shardable(job: Job) -> None:
     for module in job.model.modules():
         for param in module.parameters(recurse=False):
             blocks_of_param[id(param)].add(block_of_module.get(id(module), -1))
+    types_of_block: dict[int, torch.dtype] = {}
     for name, param in job.model.named_parameters():
+        block = min(blocks_of_param[id(param)])
+        block_type = types_of_block.setdefault(block, param.dtype)
+        if param.dtype != block_type:
+            raise InputError(
+                f"--shard full: the weight {name} has the type {param.dtype}, others that are"
+                f" gathered with it {block_type}",
+                "one type for all weights of a block, blocks=(A,) in the Job; or --shard optimizer",
+            )
         if param.ndim == 0:
             raise InputError(
                 f"--shard full: the weight {name} is a single number", "torch.ones(1) in its place"

@@ -9,11 +9,10 @@ majority result is taken as correct.
 
 from __future__ import annotations
 
-import copy
 import random
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -23,8 +22,8 @@ from torch import Tensor
 from stepladder.core.errors import Corrupt, PeerLost, RanksDiffer
 from stepladder.core.order import derive_seed
 from stepladder.core.plan import Span
-from stepladder.data.sources import BatchSource, DatasetSource
 from stepladder.train.batch_norm import find_batch_norms
+from stepladder.train.batch_reader import BatchReader
 from stepladder.train.comm import Comm
 from stepladder.train.fingerprints import (
     HASH_BYTES,
@@ -34,7 +33,7 @@ from stepladder.train.fingerprints import (
     fingerprint_order,
     format_ranks,
 )
-from stepladder.train.phases import READING, REPLAYING, WAITING_FOR_RANKS
+from stepladder.train.phases import REPLAYING, WAITING_FOR_RANKS
 from stepladder.train.recompute_verdict import Mismatch, MismatchReport, find_wrong_ranks
 from stepladder.train.replica_check import ReplicaCheck, ReplicasDiffer
 from stepladder.train.run_spec import RunSpec
@@ -75,14 +74,7 @@ class RecomputeCheck(LoopListener):
         self.names = {param: name for name, param in model.named_parameters()}
         gradients = [self._gradient_item(param) for param in sync.params]
         self.items = [*gradients, STATISTICS_ITEM, LOSS_ITEM, COUNT_ITEM]
-        self.source: BatchSource = spec.train_source
-        self.threads = spec.threads
-        if isinstance(spec.train_source, DatasetSource) and spec.train_source.num_workers:
-            # One batch is not worth worker processes.
-            source = copy.copy(spec.train_source)
-            source.num_workers = 0
-            self.source = source
-            self.threads = 1  # as many as a worker has
+        self.reader = BatchReader(spec, comm)
         unshared = [buffer for layer in find_batch_norms(model) for buffer in layer.buffers()]
         self.replicas = ReplicaCheck(model, spec.job.optimizer, comm, unshared)
         self.hashes: dict[str, bytes] = {}  # of the noted microbatch, by item
@@ -144,23 +136,13 @@ class RecomputeCheck(LoopListener):
         self.hashes = {}
         if span is not None:
             with self.comm.phases(REPLAYING), preserve_random_state(self.comm.device):
-                self.compute(span, self._read_batch(step, span), self._recompute_backward)
+                self.compute(span, self.reader.read(step, span), self._recompute_backward)
         return self._join_hashes()
 
     def _recompute_backward(self, loss: Tensor, count: float, extra: Tensor | None) -> None:
         assert extra is not None
         self.hashes[COUNT_ITEM] = fingerprint(count)
         self.sync.recompute_leaves(loss, extra, self._note_leaf)
-
-    def _read_batch(self, step: int, span: Span) -> Any:
-        request = (self.plan.epoch_of_step(step), self.plan.indices(step, span))
-        threads = torch.get_num_threads()
-        torch.set_num_threads(self.threads)
-        try:
-            with self.comm.phases(READING), closing(self.source.batches([request])) as batches:
-                return next(batches)[1]
-        finally:
-            torch.set_num_threads(threads)
 
     # -- comparing ---------------------------------------------------------------------------------
 

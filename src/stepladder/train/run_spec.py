@@ -24,11 +24,13 @@ from stepladder.train.cuda_graphs import validate_capturable
 from stepladder.train.determinism import describe_machine
 from stepladder.train.job import Job, Recipe
 from stepladder.train.job_validation import (
+    validate_batch_norms,
     validate_closures,
     validate_gradients_fit,
     validate_parameters,
     validate_parts,
     validate_schedules,
+    validate_sparse_adam,
 )
 from stepladder.train.layout import find_layout
 from stepladder.train.rank_consistency import validate_equal_settings
@@ -118,6 +120,10 @@ class RunSpec:
         validate_closures(job)
         validate_gradients_fit(job)
         validate_schedules(job)
+        if settings.sync == "exact" or not comm.alone:
+            validate_sparse_adam(job)
+        if settings.sync == "exact" or comm.device.type == "cpu":
+            validate_batch_norms(job)
         find_layout(settings).validate(job)
         if settings.checkpoint_blocks:
             validate_checkpointable(job)

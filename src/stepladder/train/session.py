@@ -5,7 +5,7 @@ Only the first rank writes shared files; each rank writes its own ledger.
 
 from __future__ import annotations
 
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from time import perf_counter
 
 from stepladder.core.errors import STOPPED, PeerLost, StateLost
@@ -25,6 +25,7 @@ from stepladder.train.return_values import parse_derived, validate_best
 from stepladder.train.snapshot_saver import SnapshotSaver
 from stepladder.train.state import TrainState
 from stepladder.train.train_result import TrainResult
+from stepladder.train.weight_guard import validate_unchanged_weights
 
 SNAPSHOT_INTERVAL_S = 60.0
 MIN_SNAPSHOT_INTERVAL_S = 1.0  # at the ends of epochs, which may take milliseconds
@@ -41,6 +42,9 @@ class Session:
         number: The number of the attempt, from 1.
         run_dir: The run directory on the first rank, None on the others.
     """
+
+    # Whether tensors have values; those of a dry run have none.
+    has_values = True
 
     def __init__(
         self,
@@ -122,8 +126,15 @@ class Session:
         source = self.spec.eval_source
         if self.job.metrics is not None and source is not None:
             with self.comm.phases(EVALUATING), self.state.averaged_weights:
-                self.state.record_evaluation(self._evaluate(source, self.job.metrics))
+                with self._guarded_weights():
+                    metrics = self._evaluate(source, self.job.metrics)
+                self.state.record_evaluation(metrics)
         self.recorder.end_epoch()
+
+    def _guarded_weights(self) -> AbstractContextManager[None]:
+        if self.spec.settings.sync != "exact":
+            return nullcontext()
+        return validate_unchanged_weights(self.job.model, "a metric")
 
     def _evaluate(self, source: BatchSource, function: Metrics) -> dict[str, float]:
         if not self.spec.by_microbatch:

@@ -27,12 +27,13 @@ from stepladder.rank.preemption import StopSignals, kill_once
 from stepladder.rank.progress import PASS, STEP
 from stepladder.storage.run_dir_access import translate_storage_errors
 from stepladder.train.batch_norm import RunningStatistics, find_batch_norms
+from stepladder.train.batch_reader import BatchReader
 from stepladder.train.comm import Comm
 from stepladder.train.cuda_graphs import make_loss_programs
 from stepladder.train.determinism import deterministic
 from stepladder.train.fingerprints import fingerprint_order
 from stepladder.train.forward_buffers import ForwardBuffers
-from stepladder.train.generators import default_generator
+from stepladder.train.generators import PassGenerators
 from stepladder.train.group_setup import pick_device
 from stepladder.train.job import Job, Recipe
 from stepladder.train.metrics.loggers import Logger
@@ -51,6 +52,7 @@ from stepladder.train.process_group import process_group
 from stepladder.train.rank_share import RankShare
 from stepladder.train.recompute_check import RecomputeCheck
 from stepladder.train.recovery import Action, MembershipChange
+from stepladder.train.repeat_check import RepeatCheck
 from stepladder.train.replica_check import ReplicaCheck
 from stepladder.train.return_values import parse_loss
 from stepladder.train.run_spec import RunSpec
@@ -60,6 +62,7 @@ from stepladder.train.sync.base import Backward, StepResult
 from stepladder.train.sync.exact import ExactSync
 from stepladder.train.train_result import TrainResult
 from stepladder.train.unsaved_state import UnsavedState
+from stepladder.train.weight_guard import PassGuard
 from stepladder.train.weight_update import WeightUpdate
 
 
@@ -74,6 +77,8 @@ class Trainer:
         comm: The ranks to train with. By default the ranks that torchrun, Slurm or the script's own
             process group has started with this process; without any, this process trains alone.
         loggers: Objects that get the metrics of every step on rank 0, besides TensorBoard.
+        repeats_pass: Whether `exact` computes a microbatch twice in the first step, and refuses a
+            job whose two losses differ. `stepladder verify` finds out why they do.
     """
 
     @validate_arguments
@@ -84,7 +89,9 @@ class Trainer:
         recipe: Recipe | None = None,
         comm: Comm | None = None,
         loggers: Sequence[Logger] = (),
+        repeats_pass: bool = True,
     ) -> None:
+        self.repeats_pass = repeats_pass
         self.job = job
         self.settings = settings
         self.recipe = recipe or Recipe()
@@ -112,7 +119,7 @@ class Trainer:
                 with deterministic(self.settings.sync == "exact", comm.device):
                     while session.has_work:
                         try:
-                            with TrainingLoop(session, stop) as loop:
+                            with TrainingLoop(session, stop, self.repeats_pass) as loop:
                                 loop.complete_interrupted_step()
                                 while not session.is_over:
                                     loop.step()
@@ -135,7 +142,7 @@ class TrainingLoop:
     trainer makes a new loop for the new group.
     """
 
-    def __init__(self, session: Session, stop: StopSignals) -> None:
+    def __init__(self, session: Session, stop: StopSignals, repeats_pass: bool = False) -> None:
         self.session = session
         self.stop = stop
         self.spec = session.spec
@@ -153,7 +160,7 @@ class TrainingLoop:
             self.model.train()
 
         self.layout = self.state.layout
-        self.statistics = RunningStatistics(self.model if self.by_microbatch else None, self.plan)
+        self.statistics = RunningStatistics(self.model if self.by_microbatch else None)
         self.replica_check = ReplicaCheck(
             self.model, self.job.optimizer, self.comm, self._list_unshared_buffers()
         )
@@ -162,16 +169,26 @@ class TrainingLoop:
         self.weight_update = WeightUpdate(self.spec, self.state, self.sync)
         self.share = RankShare(self.spec, self.comm.world, self.layout)
         self.base_key = derive_seed(self.plan.seed, "pass")
-        self.generator = default_generator(self.comm.device)
+        self.generators = PassGenerators(self.comm.device)
         self.autocast = make_autocast(self.settings.precision, self.comm.device)
         self.scales_loss = self.state.scaler.is_enabled()
         passes = self.plan.microbatches(0) if self.by_microbatch else self.share.full_batch
         self.loss_programs = make_loss_programs(self.job.loss, self.settings, passes)
         self.buffers: ForwardBuffers | None = None
+        self.weight_guard: PassGuard | None = None
         if self.settings.sync == "exact":
             self.buffers = ForwardBuffers(self.model)
+            self.weight_guard = PassGuard(self.model)
+        # In the first step; afterwards in that of each epoch.
+        self.compares_weights = True
         self.listeners = self._make_listeners()
         this_rank = self.comm.world.rank
+        self.repeat_check: RepeatCheck | None = None  # only in the first step
+        if self.settings.sync == "exact" and repeats_pass:
+            self.repeat_check = RepeatCheck(
+                BatchReader(self.spec, self.comm), self._recompute, self.layout.gathers_weights
+            )
+        self.is_repetition = False  # the passes of this step are computed once more
         self.failing_steps = {step for rank, step in self.settings.fail_at if rank == this_rank}
         self.batches = self.spec.train_source.batches(self.share.requests(self.state.step))
 
@@ -208,6 +225,10 @@ class TrainingLoop:
     def __exit__(self, _type: object, error: BaseException | None, _trace: object) -> None:
         record_step(error, self.state.step + 1)
         self.sync.close()
+        if self.weight_guard is not None:
+            self.weight_guard.close()
+        if isinstance(error, Exception):
+            self.layout.explain(error)
         self.batches.close()  # ends the workers of a map-style Dataset
         if isinstance(error, (PeerLost, RanksDiffer)):
             self._undo_interrupted_step()
@@ -230,24 +251,11 @@ class TrainingLoop:
         """Take one optimizer step over one global batch, then do what the ranks agreed on."""
         with self.phase(STEPPING):
             step = self.state.step
-            spans = self._begin_step(step)
-            backward: Backward = self.sync.backward
-            for listener in self.listeners:
-                backward = listener.begin_step(step, backward)
-            loss_sum: Tensor | None = None
-            count = 0.0
-            indices_read = []
-            for span in spans:
-                with self.phase(READING):
-                    indices, batch = next(self.batches)
-                if len(span):
-                    indices_read.append(indices)
-                loss, pass_count = self._run_pass(span, batch, backward)
-                loss_sum = loss if loss_sum is None else loss_sum + loss
-                count += pass_count
-            self.recorder.record_samples(indices_read)
-            with self.phase(WAITING_FOR_RANKS):
-                result = self._reduce(count, loss_sum)
+            result = self._compute_gradient(step)
+            if result is None:
+                self._prepare_repetition()
+                result = self._compute_gradient(step)
+                assert result is not None
             for listener in self.listeners:
                 listener.after_reduce(step, result)
             with self.phase(UPDATING):
@@ -263,12 +271,83 @@ class TrainingLoop:
             self.layout.end_step()
         self._end_step(result.votes)
 
+    def _compute_gradient(self, step: int) -> StepResult | None:
+        """Compute the gradient of one global batch, added over all ranks.
+
+        Returns:
+            What all ranks know after the step; None if a pass of some rank has drawn from a
+            generator that was not seeded for it, so that all ranks must repeat the passes.
+        """
+        spans = self._begin_step(step)
+        backward: Backward = self.sync.backward
+        for listener in self.listeners:
+            backward = listener.begin_step(step, backward)
+        loss_sum, count, indices_read = self._run_passes(spans, backward)
+        if self.weight_guard is not None and self.buffers is not None:
+            self.weight_guard.validate()
+            if self.weight_guard.guard.compares_values:
+                self.buffers.validate_unchanged()
+        if not self.is_repetition:
+            self.recorder.record_samples(indices_read)
+        with self.phase(WAITING_FOR_RANKS):
+            result = self._reduce(count, loss_sum)
+        *votes, was_drawn = result.votes
+        if was_drawn and not self.generators.seeds_host:
+            return None
+        self.is_repetition = False
+        if self.repeat_check is not None:
+            self.repeat_check.validate(step)
+            self.repeat_check = None
+        return result._replace(votes=votes)
+
+    def _run_passes(
+        self, spans: list[Span], backward: Backward
+    ) -> tuple[Tensor | None, float, list[Any]]:
+        """Run this rank's passes of a step.
+
+        Returns:
+            The sum of their losses, the sum of their counts, and the indices of their samples.
+        """
+        loss_sum: Tensor | None = None
+        count = 0.0
+        indices_read = []
+        for span in spans:
+            with self.phase(READING):
+                indices, batch = next(self.batches)
+            if len(span):
+                indices_read.append(indices)
+            repeat_check = self.repeat_check if loss_sum is None else None
+            if repeat_check is not None:
+                repeat_check.note_batch(span, batch)
+            loss, pass_count = self._run_pass(span, batch, backward)
+            if repeat_check is not None:
+                repeat_check.note_loss(loss)
+            loss_sum = loss if loss_sum is None else loss_sum + loss
+            count += pass_count
+        return loss_sum, count, indices_read
+
+    def _prepare_repetition(self) -> None:
+        """Leave everything as it was before the step, for passes that seed all generators."""
+        for listener in self.listeners:
+            listener.cancel()
+        for param in self.model.parameters():
+            param.grad = None
+        self.generators.seeds_host = True
+        self.is_repetition = True
+        self.batches.close()
+        self.batches = self.spec.train_source.batches(self.share.requests(self.state.step))
+
     def _begin_step(self, step: int) -> list[Span]:
         """Prepare one step, and return the passes that this rank makes in it."""
         spans = self.share.spans(step)
         self.slots[STEP] = step + 1
         num_passes = len(self.plan.microbatches(step)) if self.by_microbatch else 1
         self.sync.begin(spans[0].number if spans else 0, len(spans), num_passes)
+        if self.weight_guard is not None:
+            begins_epoch = step % self.plan.steps_per_epoch == 0
+            is_due = self.compares_weights or begins_epoch
+            self.weight_guard.begin(is_due and self.session.has_values)
+            self.compares_weights = False
         return spans
 
     def _run_pass(self, span: Span, batch: Any, backward: Backward) -> tuple[Tensor, float]:
@@ -286,7 +365,7 @@ class TrainingLoop:
         self.slots[PASS] += 1
         samples = len(span)
         with self.phase(FORWARD_PASS):
-            self.generator.manual_seed(
+            self.generators.begin_pass(
                 derive_pass_seed(self.base_key, self.state.step, span.number)
             )
             loss_function = self.loss_programs.get(samples, self.job.loss)
@@ -304,7 +383,20 @@ class TrainingLoop:
             if self.scales_loss:
                 loss = self.state.scaler.scale(loss)
             backward(loss, count, extra)
+        self.generators.end_pass()
         return loss_sum, count
+
+    def _recompute(self, span: Span, batch: Any) -> Tensor:
+        """Return the loss of a microbatch once more, shape ()."""
+        seed = derive_pass_seed(self.base_key, self.state.step, span.number)
+        self.generators.begin_pass(seed)
+        loss_function = self.loss_programs.get(len(span), self.job.loss)
+        gradients = torch.no_grad() if self.layout.gathers_weights else nullcontext()
+        with self.phase(FORWARD_PASS), self.autocast, gradients:
+            result: Any = loss_function(self.model, batch)
+        self.generators.end_pass()
+        total: Tensor = result[0] if isinstance(result, tuple) else result * len(span)
+        return total
 
     def _make_extra(self, loss: Tensor, samples: int) -> Tensor:
         """Return the values of one microbatch that are added over microbatches as gradients are.
@@ -315,7 +407,7 @@ class TrainingLoop:
         loss = loss.detach()
         if not self.statistics.size:
             return loss
-        statistics = self.statistics.capture() * samples
+        statistics = self.statistics.capture(samples)
         return torch.cat([loss.reshape(1).float(), statistics])
 
     def _reduce(self, count: float, loss: Tensor | None) -> StepResult:
@@ -325,11 +417,12 @@ class TrainingLoop:
         now = perf_counter()
         # The first rank alone votes for the time limit, since all launchers read its exit record.
         is_late = self.comm.world.is_first and self.stop.is_late(now)
-        votes = [  # in the order of Action
+        votes = [  # in the order of Action, and whether to repeat the passes
             is_late or self.stop.stop_requested,
             self.session.is_snapshot_due(now),
             self.recorder.is_flush_due(now),
             bool(self.slots[progress.REGROUP]),
+            self.generators.was_drawn,
         ]
         return self.sync.finish(count, votes, loss)
 

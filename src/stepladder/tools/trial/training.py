@@ -33,7 +33,8 @@ class Training:
     def fit(self, listener: JobListener | None = None) -> TrainResult:
         """Train the settings' steps."""
         self.comm.phases.observer = listener
-        return Trainer(self.job, self.settings, self.recipe, self.comm).fit()
+        trainer = Trainer(self.job, self.settings, self.recipe, self.comm, repeats_pass=False)
+        return trainer.fit()
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from stepladder.tools.trial.training import open_training
 from stepladder.train.fingerprints import fingerprint
 from stepladder.train.forward_buffers import BufferChanged
 from stepladder.train.replica_check import ReplicasDiffer
+from stepladder.train.weight_guard import WeightChanged
 
 TRIAL_FILE = "trial.json"  # the number of steps, and the tensors before the first
 GUARD_REPORT_FILE = "replicas-differ.json"  # the difference at which the guard stopped a training
@@ -125,10 +126,10 @@ def train_part(
             _write_guard_report(
                 run_dir, step=error.at, tensor=error.tensor, kind=error.kind, cause=error.cause
             )
-        except BufferChanged as error:  # exact mode refuses the buffer before ranks differ
+        except (BufferChanged, WeightChanged) as error:  # refused before ranks differ
             step = getattr(error, "step", 1)
             _write_guard_report(
-                run_dir, step=step, tensor=error.buffer, kind="buffer", cause=error.problem
+                run_dir, step=step, tensor=error.tensor, kind=error.kind, cause=error.problem
             )
             raise
     return 0

@@ -106,6 +106,9 @@ class StateLayout:
     def gather(self) -> None:
         """Gather the weights that other ranks have stepped. All ranks must call this method."""
 
+    def explain(self, error: Exception) -> None:
+        """Raise InputError for an error in a step that is due to this layout."""
+
     def end_step(self) -> None:
         """Forget what the step under way needed: all weights are stepped and gathered."""
 

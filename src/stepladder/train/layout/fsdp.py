@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from itertools import count
+from pathlib import Path
+from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
+from stepladder.core.errors import InputError, to_one_line
 from stepladder.core.plan import Span, add_idle_spans
 from stepladder.storage.snapshot_slices import (
     MODEL_PREFIX,
@@ -43,6 +46,16 @@ GLOO: dict[str, Any] = {
     "all_gather": getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor,
     "reduce_scatter": getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor,
 }
+
+# Texts of errors that torch raises in C++, where no frame tells that rows of weights are meant: of
+# Tensor.numpy, of a backward after the weights are freed, of autograd.grad by a weight of which the
+# loss has not used the rows, and of a sparse gradient.
+NATIVE_ERRORS = (
+    "tensor subclass",
+    "storage of size 0",
+    "not have been used in the graph",
+    "SparseCPU",
+)
 
 # torch caches what it knows of a mesh also for an equal mesh, so each mesh gets its own name.
 MESH_NUMBERS = count()
@@ -122,6 +135,20 @@ class FullyShardedLayout(StateLayout):
         with self.comm.phases(EXCHANGING):
             full_norm: Tensor = norm.full_tensor()
         return full_norm.detach()
+
+    def explain(self, error: Exception) -> None:
+        """Raise InputError for an error about a weight of which this rank has its rows only."""
+        folder = str(Path(torch.distributed.tensor.__file__).parent)
+        frames = [frame.f_code.co_filename for frame, _ in walk_tb(error.__traceback__)]
+        is_of_rows = any(name.startswith(folder) for name in frames)
+        is_of_rows |= any(text in str(error) for text in NATIVE_ERRORS)
+        if is_of_rows:
+            raise InputError(
+                "--shard full: the loss uses weights where they are not gathered"
+                f" ({to_one_line(str(error))})",
+                "use weights in forward of the model or of its blocks only, which gather them, and"
+                " no second derivative; or --shard optimizer",
+            ) from error
 
     def load_state_dict(self, stored: dict[str, Any]) -> None:
         """Load the optimizer's state, and keep this rank's rows of what is whole."""

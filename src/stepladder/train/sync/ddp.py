@@ -35,6 +35,16 @@ def allocate_shared_zeros(comm: Comm, length: int, dtype: torch.dtype) -> Tensor
     return vector
 
 
+def copy_gradients(targets: list[Tensor], grads: list[Tensor]) -> None:
+    """Copy gradients into dense tensors; those of `Embedding(sparse=True)` become dense."""
+    try:
+        torch._foreach_copy_(targets, grads)
+    except (RuntimeError, NotImplementedError):
+        if not any(grad.is_sparse for grad in grads):
+            raise
+        torch._foreach_copy_(targets, [grad.to_dense() for grad in grads])
+
+
 class Bucket:
     """The gradients of some parameters, as views of one flat tensor that one all-reduce adds."""
 
@@ -51,7 +61,7 @@ class Bucket:
         """Copy the gradients that have not been copied yet, in one call if these are all."""
         grads = [param.grad for param in self.params if param.grad is not None]
         if len(grads) == len(self.params) and not any(self.filled):
-            torch._foreach_copy_(self.views, grads)
+            copy_gradients(self.views, grads)
             self.filled = [True] * len(grads)
             return
         for index, is_filled in enumerate(self.filled):
@@ -64,7 +74,7 @@ class Bucket:
         if grad is None:
             self.views[index].zero_()
         else:
-            self.views[index].copy_(grad)
+            copy_gradients([self.views[index]], [grad])
         self.params[index].grad = None
         self.filled[index] = True
 

@@ -29,7 +29,7 @@ from stepladder.train.sync.binary_tree import (
     plan_additions,
     split_by_rank,
 )
-from stepladder.train.sync.ddp import make_fixed_buckets, register_gradient_hooks
+from stepladder.train.sync.ddp import copy_gradients, make_fixed_buckets, register_gradient_hooks
 
 
 class TreeBucket:
@@ -102,7 +102,7 @@ class TreeBucket:
         """Copy one parameter's gradient into the leaf, and free the original."""
         grad = self.params[index].grad
         assert grad is not None
-        self.leaf_views[index].copy_(grad)
+        copy_gradients([self.leaf_views[index]], [grad])
         self.params[index].grad = None
         self.missing.discard(index)
 
@@ -117,7 +117,7 @@ class TreeBucket:
         if self.params and len(self.missing) == len(self.params):
             all_grads = [param.grad for param in self.params if param.grad is not None]
             if len(all_grads) == len(self.params):
-                torch._foreach_copy_(self.leaf_views, all_grads)
+                copy_gradients(self.leaf_views, all_grads)
                 for param in self.params:
                     param.grad = None
                 self.missing.clear()
@@ -136,7 +136,7 @@ class TreeBucket:
                 grads.append(param.grad)
                 param.grad = None
         if parts:
-            torch._foreach_copy_(parts, grads)
+            copy_gradients(parts, grads)
         self.missing.clear()
         return params_with_grad
 

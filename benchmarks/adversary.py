@@ -1,0 +1,338 @@
+"""Each kind of job of adversary_kinds.py, trained with --sync exact in five ways.
+
+All five must give one hash of the weights and the same metrics.jsonl, or be refused by name.
+
+    python benchmarks/adversary.py [--only NAME ...] [--write]
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import multiprocessing
+import os
+import pickle
+import random
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from report import Report, table
+
+from stepladder.core.errors import to_one_line
+from stepladder.rank.open_file import OpenFile
+from stepladder.rank.shared_segment import make_segment, map_segment
+
+TITLE = "Ordinary jobs with --sync exact: one hash in five ways, or refused by name"
+FINDINGS = """FINDINGS"""
+ONE_HASH = "one hash"
+HANG_S = 120
+AFTER_FIRST_S = 60  # for the other ranks, once one has an outcome
+STOP_AT_CALL = 11  # of rank 0's loss: within the second epoch
+
+
+class Part(NamedTuple):
+    """One start of the ranks: how many, how the state lies on them, and whether they are stopped."""
+
+    ranks: int
+    shard: str = "none"
+    is_stopped: bool = False
+
+
+WAYS: dict[str, list[Part]] = {
+    "1": [Part(1)],
+    "3": [Part(3)],
+    "2, stopped, 1": [Part(2, is_stopped=True), Part(1)],
+    "optimizer": [Part(2, "optimizer")],
+    "full": [Part(2, "full")],
+}
+# Forked from a process that never ran torch: a fork after a parallel operation hangs in the child.
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["torch", "torch._dynamo", "stepladder.train.trainer"])
+
+
+class Outcome(NamedTuple):
+    """How one way ended: the hash of the weights and metrics, or the error."""
+
+    hash: str = ""
+    refused: str = ""
+    failed: str = ""
+    lost: str = ""
+    trace: str = ""
+
+    def describe(self) -> str:
+        if self.refused:
+            return f"refused: {self.refused}"
+        return self.failed or self.lost or ONE_HASH
+
+
+class Task(NamedTuple):
+    """A part of a way of one kind, as each rank gets it."""
+
+    name: str
+    part: Part
+    run_dir: Path
+    store: str
+    segment: str  # a path of the shared memory; "" without
+
+
+def serve(pipe: Any, rank: int, world_size: int) -> None:
+    """Train what the pipe asks for, as one rank, and send each Outcome back."""
+    import torch
+
+    torch.set_num_threads(1)
+    multiprocessing.set_start_method("fork", force=True)  # of data workers, as in a launch
+    while True:
+        try:
+            task = pickle.loads(pipe.recv_bytes())
+        except (EOFError, ConnectionResetError):  # the end of the run
+            return
+        pipe.send_bytes(pickle.dumps(train(task, rank, world_size)))
+
+
+def train(task: Task, rank: int, world_size: int) -> Outcome:
+    """Train a kind as one rank."""
+    import numpy as np
+    import torch
+    from adversary_kinds import KINDS
+
+    from stepladder import InputError, Settings, Trainer, World
+    from stepladder.core.errors import PeerLost
+    from stepladder.train.process_group import process_group
+
+    map_segment(OpenFile(os.open(task.segment, os.O_RDWR)) if task.segment else None)
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+    kind = KINDS[task.name]
+    values = {"epochs": 3, "global_batch": 24, "shard": task.part.shard, **kind.settings}
+    settings = Settings(task.run_dir, sync="exact", progress=False, **values)
+    world = World(rank, world_size, rank, world_size, task.store, "adversary")
+    try:
+        job = kind.build()
+        if task.part.is_stopped and rank == 0:
+            object.__setattr__(job, "loss", stop_at_call(job.loss))
+        with process_group(world, torch.device("cpu"), timeout_seconds=HANG_S) as comm:
+            Trainer(job, settings, comm=comm).fit()
+        return Outcome(hash_run(task.run_dir)) if rank == 0 else Outcome()
+    except InputError as error:
+        return Outcome(refused=str(error))
+    except PeerLost as error:
+        return Outcome(lost=str(error))
+    except BaseException as error:
+        trace = traceback.format_exc()
+        return Outcome(failed=f"{type(error).__name__}: {to_one_line(str(error))}", trace=trace)
+
+
+def stop_at_call(loss: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a loss that sends this process SIGTERM in one call, as a cluster stops a job."""
+    calls = iter(range(STOP_AT_CALL))
+
+    def stopping_loss(model: Any, batch: Any) -> Any:
+        if next(calls, None) == STOP_AT_CALL - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return loss(model, batch)
+
+    return stopping_loss
+
+
+def hash_run(run_dir: Path) -> str:
+    """Return a hash of the weights and of metrics.jsonl, once the run is complete."""
+    import json
+
+    result = run_dir / "result.json"
+    if not result.exists():
+        return "not complete"
+    weights = json.loads(result.read_text(encoding="utf-8"))["weights_sha256"]
+    metrics = (run_dir / "metrics.jsonl").read_bytes()
+    return hashlib.sha256(weights.encode() + metrics).hexdigest()[:12]
+
+
+class Ranks:
+    """Processes that train one task after the other; new ones after a failure."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self.processes: list[Any] = []
+        self.pipes: list[Any] = []
+
+    def start(self) -> None:
+        for rank in range(self.world_size):
+            ours, theirs = CONTEXT.Pipe()
+            process = CONTEXT.Process(target=serve, args=(theirs, rank, self.world_size))
+            process.start()
+            theirs.close()
+            self.pipes.append(ours)
+            self.processes.append(process)
+
+    def stop(self) -> None:
+        for process, pipe in zip(self.processes, self.pipes, strict=True):
+            pipe.close()
+            process.kill()
+            process.join()
+        self.processes.clear()
+        self.pipes.clear()
+
+    def run(self, name: str, part: Part, run_dir: Path) -> Outcome:
+        """Train one part of a way, and return what its ranks say."""
+        if not self.processes:
+            self.start()
+        segment = make_segment(self.world_size)
+        path = f"/proc/{os.getpid()}/fd/{segment.number}" if segment is not None else ""
+        with tempfile.TemporaryDirectory(prefix="adversary-") as folder:
+            store = f"file://{folder}/store" if self.world_size > 1 else ""
+            message = pickle.dumps(Task(name, part, run_dir, store, path))
+            for pipe in self.pipes:
+                pipe.send_bytes(message)
+            outcome = self.collect()
+        if segment is not None:
+            segment.close()
+        if not outcome.hash:
+            self.stop()
+        return outcome
+
+    def collect(self) -> Outcome:
+        """Return the ranks' outcome, at once if one has an error of its own, as a launcher does."""
+        outcomes: list[Outcome] = []
+        left = list(self.pipes)
+        while left:
+            ready = wait(left, HANG_S if not outcomes else AFTER_FIRST_S)
+            if not ready:
+                return Outcome(failed="hang")
+            for pipe in ready:
+                left.remove(pipe)
+                outcome = receive(pipe)
+                if outcome.refused or outcome.failed:
+                    return outcome
+                outcomes.append(outcome)
+        best = max(outcomes, key=lambda outcome: (bool(outcome.lost), bool(outcome.hash)))
+        return best if best.lost or best.hash else Outcome(failed="no hash")
+
+
+def receive(pipe: Any) -> Outcome:
+    try:
+        outcome: Outcome = pickle.loads(pipe.recv_bytes())
+    except EOFError:
+        return Outcome(failed="a rank died")
+    return outcome
+
+
+def run_way(name: str, way: str, pool: dict[int, Ranks]) -> Outcome:
+    """Train a kind in one way, in a folder that is removed."""
+    with tempfile.TemporaryDirectory(prefix="adversary-") as folder:
+        run_dir = Path(folder) / "run"
+        outcome = Outcome()
+        for part in WAYS[way]:
+            outcome = pool[part.ranks].run(name, part, run_dir)
+            if not outcome.hash:
+                break
+        return outcome
+
+
+def judge(name: str, outcomes: dict[str, Outcome]) -> list[str]:
+    """Return what differs from what the kind says must happen; empty if nothing does."""
+    from adversary_kinds import KINDS
+
+    problems = []
+    hashes = {}
+    for way, outcome in outcomes.items():
+        expected = KINDS[name].expected(way)
+        if outcome.failed or outcome.lost:
+            problems.append(f"{way}: {outcome.failed or outcome.lost}")
+        elif bool(expected) != bool(outcome.refused) or expected not in outcome.refused:
+            problems.append(f"{way}: {outcome.describe()} instead of {expected or ONE_HASH}")
+        elif outcome.hash:
+            hashes[way] = outcome.hash
+    if len(set(hashes.values())) > 1:
+        problems.append(f"different hashes: {hashes}")
+    return problems
+
+
+def run_kind(
+    name: str, pool: dict[int, Ranks], ways: Sequence[str] = tuple(WAYS)
+) -> tuple[dict[str, Outcome], list[str]]:
+    outcomes = {way: run_way(name, way, pool) for way in ways}
+    return outcomes, judge(name, outcomes)
+
+
+@contextmanager
+def rank_pool() -> Iterator[dict[int, Ranks]]:
+    """Provide the ranks of all ways by their number, for the length of the block."""
+    pool = {world_size: Ranks(world_size) for world_size in (1, 2, 3)}
+    try:
+        yield pool
+    finally:
+        for ranks in pool.values():
+            ranks.stop()
+
+
+def main() -> int:
+    from adversary_kinds import KINDS
+
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="+", default=[], help="kinds whose name has one of these")
+    parser.add_argument("--write", action="store_true", help="write results/adversary.md")
+    parser.add_argument(
+        "--skip", nargs="+", default=[], help="no kinds whose name has one of these"
+    )
+    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS))
+    parser.add_argument("--trace", action="store_true", help="print tracebacks")
+    args = parser.parse_args()
+    names = [name for name in KINDS if not args.only or any(text in name for text in args.only)]
+    rows = []
+    wrong = 0
+    with rank_pool() as pool:
+        for name in names:
+            begin = time.perf_counter()
+            outcomes, problems = run_kind(name, pool, args.ways)
+            seconds = time.perf_counter() - begin
+            sign = "FAIL" if problems else "ok  "
+            print(f"{sign} {name} ({seconds:.1f} s)", *problems, sep="\n    ", flush=True)
+            if args.trace:
+                print(*{outcome.trace for outcome in outcomes.values()}, sep="\n")
+            wrong += bool(problems)
+            rows.append((name, outcomes, problems))
+    write_report(rows, wrong, args.write)
+    return 1 if wrong else 0
+
+
+def write_report(
+    rows: list[tuple[str, dict[str, Outcome], list[str]]], wrong: int, write: bool
+) -> None:
+    """Print the page of all outcomes; with `write`, save it."""
+    report = Report(__file__, TITLE, ["stepladder", "torch", "numpy"], "2")
+    lines = [
+        [name, summarize(outcomes), "no" if problems else "yes"]
+        for name, outcomes, problems in rows
+    ]
+    refused = sum(all(outcome.refused for outcome in outcomes.values()) for _, outcomes, _ in rows)
+    summary = (
+        f"{len(rows)} kinds of jobs, each in {len(WAYS)} ways: on one process; on three; on two, stopped"
+        " in the second epoch and resumed on one; on two with `--shard optimizer`; on two with"
+        f" `--shard full`. {refused} are refused in each way. {wrong} had another outcome than"
+        " adversary_kinds.py says."
+    )
+    header = ["kind", "outcome", "as expected"]
+    report.finish([summary, FINDINGS, table(header, lines)], write)
+
+
+def summarize(outcomes: dict[str, Outcome]) -> str:
+    """Return the outcomes of a kind in a few words: what all ways have in common, and the others."""
+    by_text: dict[str, list[str]] = {}
+    for way, outcome in outcomes.items():
+        text = outcome.describe().split(". HINT")[0].replace("|", "/")
+        by_text.setdefault(text, []).append(way)
+    if len(by_text) == 1:
+        return next(iter(by_text))
+    return "; ".join(f"{', '.join(ways)}: {text}" for text, ways in by_text.items())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1154 @@
+"""Kinds of jobs for adversary.py. A new kind is one function with @kind, which returns a Job.
+
+Nothing here knows how many processes train the job.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import Dataset, IterableDataset, default_collate
+
+from stepladder import Job, Optimizers, mean_loss
+
+ONE_HASH = "one hash"
+SAMPLES = 101
+FEATURES = 8
+CLASSES = 5
+WORDS = 17
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A job, and what must happen to it.
+
+    Args:
+        build: Makes the job.
+        refused: Text of the InputError that must end each way; "" if all ways must give one hash.
+        by_way: The same for a way that differs from the others, such as {"full": "..."}.
+        settings: Settings of the run besides the usual ones.
+    """
+
+    build: Callable[[], Job]
+    refused: str = ""
+    by_way: dict[str, str] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    def expected(self, way: str) -> str:
+        return self.by_way.get(way, self.refused)
+
+
+KINDS: dict[str, Kind] = {}
+
+
+def kind(
+    refused: str = "", full: str | None = None, optimizer: str | None = None, **settings: Any
+) -> Callable[[Callable[[], Job]], Callable[[], Job]]:
+    """Add a function that builds a job to KINDS, under its name with spaces.
+
+    Args:
+        refused: Text of the InputError that must end it; "" if it must give one hash.
+        full: The same with --shard full, if it differs there.
+        optimizer: The same with --shard optimizer.
+        settings: Settings of the run.
+    """
+    ways = {"full": full, "optimizer": optimizer}
+    by_way = {way: text for way, text in ways.items() if text is not None}
+
+    def add(build: Callable[[], Job]) -> Callable[[], Job]:
+        name = build.__name__.replace("_", " ")
+        KINDS[name] = Kind(build, refused, by_way, settings)
+        return build
+
+    return add
+
+
+# -- what the kinds are made of --------------------------------------------------------------------
+
+
+def vectors() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(SAMPLES, FEATURES, generator=generator)
+    return x, (x @ torch.randn(FEATURES, CLASSES, generator=generator)).argmax(1)
+
+
+def images() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(SAMPLES, 2, 6, 6, generator=generator)
+    return x, x.mean((1, 2, 3)).mul(20).long().clamp(-2, 2) + 2
+
+
+def words() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randint(1, WORDS, (SAMPLES, 12), generator=generator)
+    return x, x[:, 0] % CLASSES
+
+
+class Net(nn.Module):
+    def __init__(self, activation: Callable[[Tensor], Tensor] = F.relu) -> None:
+        super().__init__()
+        self.first = nn.Linear(FEATURES, 16)
+        self.second = nn.Linear(16, 16)
+        self.last = nn.Linear(16, CLASSES)
+        self.activation = activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(F.gelu(self.second(self.activation(self.first(x)))))
+
+
+def cross_entropy(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+    x, y = batch
+    return F.cross_entropy(model(x), y, reduction="sum"), len(x)
+
+
+def accuracy(model: nn.Module, batch: Any) -> dict[str, tuple[Tensor, int]]:
+    return {"accuracy": ((model(batch[0]).argmax(1) == batch[1]).sum(), len(batch[1]))}
+
+
+def job(
+    model: nn.Module | None = None,
+    loss: Callable[..., Any] = cross_entropy,
+    data: Any = None,
+    optimizer: Callable[..., torch.optim.Optimizer] | None = None,
+    **parts: Any,
+) -> Job:
+    """A job whose parts are the usual ones, if they are not given."""
+    model = model or Net()
+    trained = [param for param in model.parameters() if param.requires_grad]
+    if optimizer is None:
+        optimizer = lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9)  # noqa: E731
+    return Job(model, optimizer(trained), loss, data or vectors(), **parts)
+
+
+def layers(*modules: nn.Module) -> nn.Module:
+    return nn.Sequential(*modules)
+
+
+def on_vectors(*modules: nn.Module) -> nn.Module:
+    return layers(nn.Linear(FEATURES, 16), *modules, nn.Linear(16, CLASSES))
+
+
+def on_images(*modules: nn.Module) -> nn.Module:
+    return layers(nn.Conv2d(2, 4, 3, padding=1), *modules, nn.Flatten(), nn.LazyLinear(CLASSES))
+
+
+def initialized(model: nn.Module, data: Any) -> nn.Module:
+    """Give lazy layers their shapes."""
+    with torch.no_grad():
+        model.eval()(data[0][:2])
+    return model.train()
+
+
+def image_job(*modules: nn.Module, **parts: Any) -> Job:
+    return job(initialized(on_images(*modules), images()), data=images(), **parts)
+
+
+class Of(nn.Module):
+    """A module of a function and parts: Of(function, a=nn.Linear(..))(x) calls function(self, x)."""
+
+    def __init__(self, function: Callable[..., Any], **parts: nn.Module) -> None:
+        super().__init__()
+        self.function = function
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, *args: Any) -> Any:
+        return self.function(self, *args)
+
+
+class Items(Dataset[Any]):
+    """A map-style Dataset of a function of the sample's index."""
+
+    def __init__(self, read: Callable[[int], Any]) -> None:
+        self.read = read
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> Any:
+        return self.read(index)
+
+
+def mixed_loss(model: nn.Module, batch: Any, share: float, order: Tensor) -> tuple[Tensor, int]:
+    x, y = batch
+    output = model(share * x + (1 - share) * x[order])
+    loss = share * F.cross_entropy(output, y, reduction="sum")
+    return loss + (1 - share) * F.cross_entropy(output, y[order], reduction="sum"), len(x)
+
+
+# -- layers ----------------------------------------------------------------------------------------
+
+
+@kind()
+def perceptron() -> Job:
+    return job(metrics=accuracy, eval_data=vectors(), eval_batch=10)
+
+
+@kind()
+def convolutions() -> Job:
+    return image_job(nn.ReLU(), nn.Conv2d(4, 4, 3, stride=2), nn.MaxPool2d(2))
+
+
+@kind(full="row by row")
+def channels_last() -> Job:
+    model = initialized(on_images(nn.ReLU()), images()).to(memory_format=torch.channels_last)
+    return job(model, data=images())
+
+
+@kind()
+def transposed_and_depthwise_convolutions() -> Job:
+    return image_job(nn.ConvTranspose2d(4, 4, 2), nn.Conv2d(4, 4, 3, groups=4), nn.GELU())
+
+
+def recurrent(layer: nn.Module) -> Job:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return self.last(self.layer(self.words(x))[0][:, -1])
+
+    model = Of(forward, words=nn.Embedding(WORDS, 8), layer=layer, last=nn.Linear(8, CLASSES))
+    return job(model, data=words())
+
+
+@kind()
+def rnn() -> Job:
+    return recurrent(nn.RNN(8, 8, batch_first=True))
+
+
+@kind()
+def lstm_with_dropout() -> Job:
+    return recurrent(nn.LSTM(8, 8, num_layers=2, dropout=0.3, batch_first=True))
+
+
+@kind()
+def bidirectional_gru() -> Job:
+    return recurrent(nn.GRU(8, 4, bidirectional=True, batch_first=True))
+
+
+@kind()
+def transformer_encoder_with_dropout() -> Job:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return self.last(self.layer(self.words(x), src_key_padding_mask=x == 3).mean(1))
+
+    layer = nn.TransformerEncoderLayer(8, 2, 16, 0.1, batch_first=True)
+    parts = {"words": nn.Embedding(WORDS, 8), "layer": layer, "last": nn.Linear(8, CLASSES)}
+    return job(Of(forward, **parts), data=words(), optimizer=torch.optim.AdamW)
+
+
+@kind()
+def embedding_bag() -> Job:
+    return job(layers(nn.EmbeddingBag(WORDS, 8), nn.Linear(8, CLASSES)), data=words())
+
+
+@kind()
+def layer_norm() -> Job:
+    return job(on_vectors(nn.LayerNorm(16), nn.SiLU()))
+
+
+@kind()
+def group_norm() -> Job:
+    return image_job(nn.GroupNorm(2, 4), nn.ReLU())
+
+
+@kind()
+def rms_norm() -> Job:
+    return job(on_vectors(nn.RMSNorm(16)))
+
+
+@kind()
+def batch_norm() -> Job:
+    return job(on_vectors(nn.BatchNorm1d(16), nn.ReLU()), metrics=accuracy, eval_data=vectors())
+
+
+@kind()
+def batch_norm_with_a_cumulative_average() -> Job:
+    return job(on_vectors(nn.BatchNorm1d(16, momentum=None), nn.ReLU()))
+
+
+@kind()
+def batch_norm_without_running_statistics() -> Job:
+    return job(on_vectors(nn.BatchNorm1d(16, track_running_stats=False), nn.ReLU()))
+
+
+@kind(full="without a gradient")
+def batch_norm_that_some_microbatches_skip() -> Job:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        z = self.first(x)
+        if not (x[:, 0] < 1.0).all():
+            z = self.norm(z)
+        return self.last(F.relu(z))
+
+    parts = {"first": nn.Linear(FEATURES, 16), "norm": nn.BatchNorm1d(16)}
+    return job(
+        Of(forward, **parts, last=nn.Linear(16, CLASSES)), metrics=accuracy, eval_data=vectors()
+    )
+
+
+@kind()
+def batch_norm_that_is_called_twice() -> Job:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return self.last(self.norm(self.first(x)) + self.norm(self.first(x.flip(0))))
+
+    parts = {"first": nn.Linear(FEATURES, 16), "norm": nn.BatchNorm1d(16)}
+    return job(Of(forward, **parts, last=nn.Linear(16, CLASSES)))
+
+
+@kind()
+def frozen_batch_norm() -> Job:
+    model = on_vectors(nn.BatchNorm1d(16))
+    model[1].eval().requires_grad_(False)
+    return job(model)
+
+
+@kind(refused="buffer")
+def instance_norm_with_running_statistics() -> Job:
+    return image_job(nn.InstanceNorm2d(4, affine=True, track_running_stats=True))
+
+
+@kind()
+def instance_norm() -> Job:
+    return image_job(nn.InstanceNorm2d(4, affine=True))
+
+
+@kind(refused="SyncBatchNorm")
+def sync_batch_norm() -> Job:
+    return job(nn.SyncBatchNorm.convert_sync_batchnorm(on_vectors(nn.BatchNorm1d(16))))
+
+
+@kind()
+def dropout_of_five_kinds() -> Job:
+    kinds = (nn.Dropout(0.2), nn.AlphaDropout(0.1), nn.FeatureAlphaDropout(0.1))
+    return image_job(*kinds, nn.Dropout2d(0.2), nn.RReLU())
+
+
+@kind(refused="buffer")
+def spectral_norm() -> Job:
+    model = Net()
+    parametrizations.spectral_norm(model.second)
+    return job(model)
+
+
+@kind()
+def weight_norm() -> Job:
+    model = Net()
+    parametrizations.weight_norm(model.second)
+    return job(model)
+
+
+@kind()
+def orthogonal_parametrization() -> Job:
+    model = Net()
+    parametrizations.orthogonal(model.second)
+    return job(model)
+
+
+@kind()
+def symmetric_parametrization() -> Job:
+    class Symmetric(nn.Module):
+        def forward(self, weight: Tensor) -> Tensor:
+            return weight.triu() + weight.triu(1).mT
+
+    model = Net()
+    parametrize.register_parametrization(model.second, "weight", Symmetric())
+    return job(model)
+
+
+@kind(full="single number")
+def learned_scale_of_no_dimensions() -> Job:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return self.net(x) * self.scale
+
+    model = Of(forward, net=Net())
+    model.scale = nn.Parameter(torch.tensor(1.5))
+    return job(model)
+
+
+@kind()
+def prelu_and_bilinear() -> Job:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return self.last(self.act(self.both(x, x.flip(1))))
+
+    parts = {"both": nn.Bilinear(FEATURES, FEATURES, 16), "act": nn.PReLU()}
+    return job(Of(forward, **parts, last=nn.Linear(16, CLASSES)))
+
+
+# -- losses ----------------------------------------------------------------------------------------
+
+
+@kind()
+def ctc() -> Job:
+    def loss(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+        x, y = batch
+        logits = model(x).log_softmax(-1).transpose(0, 1)
+        lengths = torch.full((len(x),), x.shape[1])
+        targets = torch.stack([y, y.flip(0)], 1) + 1
+        target_lengths = torch.full((len(x),), 2)
+        return F.ctc_loss(logits, targets, lengths, target_lengths, reduction="sum"), len(x)
+
+    return job(layers(nn.Embedding(WORDS, 8), nn.Linear(8, CLASSES + 1)), loss, words())
+
+
+@kind()
+def contrastive_in_batch() -> Job:
+    def loss(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+        z = F.normalize(model(batch[0]), dim=1)
+        w = F.normalize(model(batch[0] + 0.1 * torch.randn_like(batch[0])), dim=1)
+        return F.cross_entropy(z @ w.T / 0.1, torch.arange(len(z)), reduction="sum"), len(z)
+
+    return job(loss=loss)
+
+
+@kind()
+def triplets_of_a_random_order() -> Job:
+    def loss(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+        z = model(batch[0])
+        order = torch.randperm(len(z))
+        return F.triplet_margin_loss(z, z.roll(1, 0), z[order], reduction="sum"), len(z)
+
+    return job(loss=loss)
+
+
+@kind()
+def focal_loss_with_label_smoothing() -> Job:
+    def loss(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+        losses = F.cross_entropy(model(batch[0]), batch[1], reduction="none", label_smoothing=0.1)
+        return ((1 - (-losses).exp()) ** 2 * losses).sum(), len(losses)
+
+    return job(loss=loss)
+
+
+@kind()
+def token_counts() -> Job:
+    def loss(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+        x, _ = batch
+        targets = x.roll(-1, 1).masked_fill(x > 12, -100)
+        logits = model(x).flatten(0, 1)
+        return F.cross_entropy(logits, targets.flatten(), reduction="sum"), int(
+            (targets != -100).sum()
+        )
+
+    return job(layers(nn.Embedding(WORDS, 8), nn.Linear(8, WORDS)), loss, words())
+
+
+@kind()
+def count_that_is_a_tensor() -> Job:
+    def loss(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+        mask = batch[0][:, 0] > 0
+        losses = F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+        return (losses * mask).sum(), mask.sum()
+
+    return job(loss=loss)
+
+
+@kind()
+def mean_of_a_criterion() -> Job:
+    return job(loss=mean_loss(nn.CrossEntropyLoss()))
+
+
+@kind()
+def loss_of_half_precision() -> Job:
+    def loss(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+        value, count = cross_entropy(model, batch)
+        return value.bfloat16(), count
+
+    return job(loss=loss)
+
+
+@kind(refused="loss")
+def loss_that_is_a_float() -> Job:
+    def loss(model: nn.Module, batch: Any) -> tuple[float, int]:
+        value, count = cross_entropy(model, batch)
+        return value.item(), count
+
+    return job(loss=loss)
+
+
+@kind(refused="is nan")
+def loss_that_becomes_nan() -> Job:
+    def loss(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+        value, count = cross_entropy(model, batch)
+        return value * (math.nan if (batch[0][:, 0] > 2.2).any() else 1.0), count
+
+    return job(loss=loss)
+
+
+@kind()
+def microbatches_without_a_count() -> Job:
+    def loss(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+        mask = (batch[0][:, 0] > 0.9).float()
+        losses = F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+        return (losses * mask).sum(), int(mask.sum())
+
+    return job(loss=loss)
+
+
+# -- random numbers --------------------------------------------------------------------------------
+
+
+@kind(full="not gathered")
+def variational_sampling() -> Job:
+    def loss(model: Any, batch: Any) -> tuple[Tensor, int]:
+        mean, log_scale = model.encode(batch[0]).chunk(2, 1)
+        z = mean + log_scale.exp() * torch.randn_like(mean)
+        divergence = (mean**2 + (2 * log_scale).exp() - 2 * log_scale).sum()
+        return F.mse_loss(model.decode(z), batch[0], reduction="sum") + divergence, len(z)
+
+    parts = {"encode": nn.Linear(FEATURES, 8), "decode": nn.Linear(4, FEATURES)}
+    return job(Of(lambda self, x: x, **parts), loss, optimizer=torch.optim.Adam)
+
+
+@kind()
+def distributions_of_torch() -> Job:
+    def loss(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+        noise = torch.distributions.Beta(0.4, 0.4).sample((len(batch[0]), 1))
+        return cross_entropy(model, (batch[0] * noise, batch[1]))
+
+    return job(loss=loss)
+
+
+@kind()
+def mixup_by_numpy() -> Job:
+    def loss(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+        share = float(np.random.beta(0.4, 0.4))
+        return mixed_loss(model, batch, share, torch.randperm(len(batch[0])))
+
+    return job(loss=loss)
+
+
+@kind()
+def mixup_by_random() -> Job:
+    def loss(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+        order = list(range(len(batch[0])))
+        random.shuffle(order)
+        return mixed_loss(model, batch, random.betavariate(0.4, 0.4), torch.tensor(order))
+
+    return job(loss=loss)
+
+
+@kind()
+def cutmix_by_numpy_in_the_forward_pass() -> Job:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        if self.training and np.random.rand() < 0.5:
+            corner = np.random.randint(0, 4)
+            x = x.clone()
+            x[:, :, corner : corner + 2] = x.flip(0)[:, :, corner : corner + 2]
+        return self.net(x)
+
+    net = initialized(on_images(nn.ReLU()), images())
+    return job(Of(forward, net=net), data=images())
+
+
+@kind()
+def random_numbers_from_the_ninth_step_on() -> Job:
+    steps = itertools.count()
+
+    def loss(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+        late = model.last.weight.detach().abs().max() > 0.32
+        next(steps)
+        return cross_entropy(model, (batch[0] * (random.random() if late else 1), batch[1]))
+
+    return job(loss=loss)
+
+
+@kind()
+def random_numbers_for_some_microbatches() -> Job:
+    def loss(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+        factor = np.random.rand() if (batch[0][:, 0] > 1.5).any() else 1.0
+        return cross_entropy(model, (batch[0] * factor, batch[1]))
+
+    return job(loss=loss)
+
+
+@kind()
+def random_layer_drop() -> Job:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        z = self.first(x)
+        for layer in (self.second, self.third):
+            if not self.training or random.random() > 0.3:
+                z = z + F.relu(layer(z))
+        return self.last(z)
+
+    parts = {"first": nn.Linear(FEATURES, 16), "second": nn.Linear(16, 16)}
+    return job(Of(forward, **parts, third=nn.Linear(16, 16), last=nn.Linear(16, CLASSES)))
+
+
+KINDS["random layer drop"] = Kind(random_layer_drop, by_way={"full": "gradient after a microbatch"})
+
+
+@kind()
+def random_metrics_in_evaluation() -> Job:
+    def metrics(model: nn.Module, batch: Any) -> dict[str, tuple[Tensor, int]]:
+        noise = np.random.rand() + random.random() + torch.rand(())
+        return {"noise": ((model(batch[0]) * noise).sum(), len(batch[0]))}
+
+    return job(metrics=metrics, eval_data=vectors(), eval_batch=10)
+
+
+@kind()
+def random_augmentation_in_a_dataset() -> Job:
+    x, y = vectors()
+    noise = lambda: np.random.rand() + random.random() + torch.rand(FEATURES)  # noqa: E731
+    return job(data=Items(lambda index: (x[index] * noise(), y[index])))
+
+
+@kind()
+def random_augmentation_in_workers() -> Job:
+    x, y = vectors()
+    noise = lambda: np.random.rand() + random.random() + torch.rand(FEATURES)  # noqa: E731
+    return job(data=Items(lambda index: (x[index] * noise(), y[index])), num_workers=2)
+
+
+def noisy_collate(items: list[Any]) -> Any:
+    x, y = default_collate(items)
+    return x * (np.random.rand() + random.random()) + torch.randn_like(x), y
+
+
+@kind()
+def random_collate() -> Job:
+    x, y = vectors()
+    return job(data=Items(lambda index: (x[index], y[index])), collate=noisy_collate)
+
+
+@kind()
+def random_collate_in_workers() -> Job:
+    x, y = vectors()
+    data = Items(lambda index: (x[index] * random.random(), y[index]))
+    return job(data=data, collate=noisy_collate, num_workers=2)
+
+
+class RandomSource:
+    def __init__(self, draw: Callable[[], float]) -> None:
+        self.draw = draw
+        self.x, self.y = vectors()
+        self.chunk_edges = [0, SAMPLES]
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def read(self, indices: Any) -> Any:
+        rows = torch.as_tensor(indices)
+        return self.x[rows] * self.draw(), self.y[rows]
+
+
+@kind(refused="other data")
+def source_that_draws_from_numpy() -> Job:
+    return job(data=RandomSource(np.random.rand))
+
+
+@kind(refused="other data")
+def source_that_draws_from_torch() -> Job:
+    return job(data=RandomSource(lambda: torch.rand(()).item()))
+
+
+# -- data ------------------------------------------------------------------------------------------
+
+
+@kind()
+def batches_that_are_dicts() -> Job:
+    x, y = vectors()
+
+    def loss(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+        return cross_entropy(model, (batch["x"], batch["y"]))
+
+    return job(loss=loss, data={"x": x, "y": y})
+
+
+@kind()
+def batches_that_are_nested() -> Job:
+    x, y = vectors()
+
+    def loss(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+        return cross_entropy(model, (batch["in"]["x"], batch["out"][0]))
+
+    return job(loss=loss, data=Items(lambda index: {"in": {"x": x[index]}, "out": (y[index],)}))
+
+
+class Pair(NamedTuple):
+    x: Tensor
+    y: Tensor
+
+
+@kind()
+def batches_that_are_named_tuples() -> Job:
+    x, y = vectors()
+
+    def loss(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+        return cross_entropy(model, (batch.x, batch.y))
+
+    return job(loss=loss, data=Items(lambda index: Pair(x[index], y[index])))
+
+
+@kind()
+def sequences_of_different_lengths() -> Job:
+    x, y = words()
+
+    def collate(items: list[Any]) -> Any:
+        padded = nn.utils.rnn.pad_sequence([item[0] for item in items], batch_first=True)
+        return padded, torch.stack([item[1] for item in items])
+
+    model = layers(nn.Embedding(WORDS, 8), Of(lambda self, z: z.mean(1)), nn.Linear(8, CLASSES))
+    data = Items(lambda index: (x[index][: 3 + index % 9], y[index]))
+    return job(model, data=data, collate=collate)
+
+
+@kind(refused="IterableDataset")
+def iterable_dataset() -> Job:
+    class Stream(IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            return zip(*vectors(), strict=True)
+
+    return job(data=Stream())
+
+
+@kind()
+def arrays_of_numpy() -> Job:
+    return job(data=tuple(part.numpy() for part in vectors()))
+
+
+@kind(global_batch=5, microbatch=2)
+def last_batch_of_one_sample() -> Job:
+    return job(on_vectors(nn.BatchNorm1d(16)))
+
+
+@kind()
+def batch_that_the_loss_writes_to() -> Job:
+    def loss(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+        batch[0].mul_(0.5).add_(torch.randn_like(batch[0]))
+        return cross_entropy(model, batch)
+
+    return job(loss=loss)
+
+
+# -- weights ---------------------------------------------------------------------------------------
+
+
+@kind()
+def tied_weights() -> Job:
+    words_layer = nn.Embedding(WORDS, 8)
+    last = nn.Linear(8, WORDS, bias=False)
+    last.weight = words_layer.weight
+
+    def loss(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+        x, _ = batch
+        return F.cross_entropy(model(x).flatten(0, 1), x.flatten(), reduction="sum"), x.numel()
+
+    return job(layers(words_layer, nn.Linear(8, 8), last), loss, words())
+
+
+@kind()
+def frozen_parts() -> Job:
+    model = Net()
+    model.first.requires_grad_(False)
+    return job(model)
+
+
+@kind(full="without a gradient")
+def unused_parameters() -> Job:
+    model = Net()
+    model.unused = nn.Linear(3, 4)
+    return job(model)
+
+
+@kind(full="gradient")
+def parts_that_some_microbatches_skip() -> Job:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        z = self.first(x)
+        if (x[:, 0] > 1.5).any():
+            z = z + self.second(z)
+        return self.last(z)
+
+    parts = {"first": nn.Linear(FEATURES, 16), "second": nn.Linear(16, 16)}
+    return job(Of(forward, **parts, last=nn.Linear(16, CLASSES)))
+
+
+@kind()
+def layer_that_is_used_three_times() -> Job:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        z = self.first(x)
+        for _ in range(3):
+            z = torch.tanh(self.second(z))
+        return self.last(z)
+
+    return job(
+        Of(
+            forward,
+            first=nn.Linear(FEATURES, 16),
+            second=nn.Linear(16, 16),
+            last=nn.Linear(16, CLASSES),
+        )
+    )
+
+
+@kind()
+def low_rank_adapters() -> Job:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+    base = Net().requires_grad_(False)
+    up = nn.Linear(4, CLASSES, bias=False)
+    nn.init.zeros_(up.weight)
+    model = Of(forward, base=base, down=nn.Linear(FEATURES, 4, bias=False), up=up)
+    return job(model, optimizer=torch.optim.AdamW)
+
+
+@kind()
+def average_of_the_weights() -> Job:
+    return job(ema_decay=0.9, metrics=accuracy, eval_data=vectors())
+
+
+@kind(refused="teacher")
+def teacher_that_moves_in_the_forward_pass() -> Job:
+    @torch.no_grad()
+    def forward(self: Any, x: Tensor) -> Tensor:
+        pairs = zip(self.student.parameters(), self.teacher.parameters(), strict=True)
+        for ours, theirs in pairs:
+            theirs.mul_(0.9).add_(ours, alpha=0.1)
+        target = self.teacher(x)
+        with torch.enable_grad():
+            return self.student(x) + 0 * target
+
+    return job(Of(forward, student=Net(), teacher=Net().requires_grad_(False)))
+
+
+@kind(refused="second.weight")
+def weight_divided_by_its_norm() -> Job:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.net.second.weight.div_(self.net.second.weight.norm().clamp(min=1.0))
+        return self.net(x)
+
+    return job(Of(forward, net=Net()))
+
+
+@kind(refused="weight")
+def embedding_with_a_largest_norm() -> Job:
+    model = layers(nn.Embedding(WORDS, 8, max_norm=0.5), nn.Flatten(), nn.Linear(96, CLASSES))
+    return job(model, data=words())
+
+
+@kind(refused="second.weight")
+def weight_clipped_through_data() -> Job:
+    def loss(model: Any, batch: Any) -> tuple[Tensor, int]:
+        model.second.weight.data.clamp_(-0.1, 0.1)
+        return cross_entropy(model, batch)
+
+    return job(loss=loss)
+
+
+@kind(refused="first.bias", full="not gathered")
+def weight_written_through_numpy() -> Job:
+    def loss(model: Any, batch: Any) -> tuple[Tensor, int]:
+        model.first.bias.detach().numpy()[0] *= 0.5
+        return cross_entropy(model, batch)
+
+    return job(loss=loss)
+
+
+@kind(refused="first.bias")
+def weight_written_in_backward() -> Job:
+    model = Net()
+
+    def decay(gradient: Tensor) -> None:
+        with torch.no_grad():
+            model.first.bias.mul_(0.9)
+
+    model.last.weight.register_hook(decay)
+    return job(model)
+
+
+@kind(refused="weight")
+def optimizer_stepped_from_a_gradients_hook() -> Job:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+
+    def step(param: Tensor) -> None:
+        inner = torch.optim.SGD([param], lr=0.01)
+        inner.step()
+
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(step)
+    return Job(model, optimizer, cross_entropy, vectors())
+
+
+@kind(refused="last.bias")
+def weight_written_after_some_steps() -> Job:
+    calls = itertools.count()
+
+    def loss(model: Any, batch: Any) -> tuple[Tensor, int]:
+        if next(calls) >= 4:
+            with torch.no_grad():
+                model.last.bias.mul_(0.5)
+        return cross_entropy(model, batch)
+
+    return job(loss=loss)
+
+
+@kind(refused="last.bias")
+def weight_written_in_evaluation() -> Job:
+    def metrics(model: Any, batch: Any) -> dict[str, tuple[Tensor, int]]:
+        model.last.bias.mul_(0.5)
+        return accuracy(model, batch)
+
+    return job(metrics=metrics, eval_data=vectors(), eval_batch=10)
+
+
+# -- buffers and state -----------------------------------------------------------------------------
+
+
+@kind(refused="buffer")
+def buffer_that_counts_batches() -> Job:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        self.count += 1
+        return self.net(x)
+
+    model = Of(forward, net=Net())
+    model.register_buffer("count", torch.zeros(()))
+    return job(model)
+
+
+@kind(refused="buffer")
+def memory_bank() -> Job:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        z = self.net(x)
+        self.bank = torch.cat([self.bank, z.detach().mean(0, keepdim=True)])[-4:]
+        return z + 0.1 * self.bank.mean(0)
+
+    model = Of(forward, net=Net())
+    model.register_buffer("bank", torch.zeros(4, CLASSES))
+    return job(model)
+
+
+@kind(refused="buffer")
+def buffer_written_through_data() -> Job:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        self.mean.data.mul_(0.9).add_(x.mean())
+        return self.net(x) + self.mean
+
+    model = Of(forward, net=Net())
+    model.register_buffer("mean", torch.zeros(()))
+    return job(model)
+
+
+@kind()
+def buffer_that_is_only_read() -> Job:
+    model = Of(lambda self, x: self.net(x * self.scale), net=Net())
+    model.register_buffer("scale", torch.linspace(0.5, 1.5, FEATURES))
+    return job(model)
+
+
+# -- types -----------------------------------------------------------------------------------------
+
+
+def typed(dtype: torch.dtype) -> Job:
+    x, y = vectors()
+    return job(Net().to(dtype), data=(x.to(dtype), y))
+
+
+@kind()
+def float64() -> Job:
+    return typed(torch.float64)
+
+
+@kind()
+def bfloat16() -> Job:
+    return typed(torch.bfloat16)
+
+
+@kind()
+def float16() -> Job:
+    return typed(torch.float16)
+
+
+@kind(full="type")
+def complex_weights() -> Job:
+    x, y = vectors()
+    model = layers(
+        nn.Linear(FEATURES, 16).to(torch.complex64),
+        Of(lambda self, z: torch.view_as_real(z).flatten(1)),
+        nn.Linear(32, CLASSES),
+    )
+    return job(model, data=(x.to(torch.complex64), y))
+
+
+@kind(full="type")
+def weights_of_two_types() -> Job:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return self.last(self.first(x.double()).float())
+
+    return job(Of(forward, first=nn.Linear(FEATURES, 16).double(), last=nn.Linear(16, CLASSES)))
+
+
+@kind(precision="bf16")
+def autocast_to_bf16() -> Job:
+    return job(clip_norm=0.5)
+
+
+@kind(precision="fp16")
+def autocast_to_fp16() -> Job:
+    return job(clip_norm=0.5)
+
+
+# -- autograd --------------------------------------------------------------------------------------
+
+
+@kind()
+def activation_checkpointing_of_dropout() -> Job:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        z = checkpoint(self.body, x, use_reentrant=False)
+        return self.last(z)
+
+    body = layers(nn.Linear(FEATURES, 16), nn.Dropout(0.3), nn.ReLU())
+    return job(Of(forward, body=body, last=nn.Linear(16, CLASSES)))
+
+
+@kind(checkpoint_blocks=True)
+def checkpoint_blocks() -> Job:
+    block = nn.TransformerEncoderLayer(8, 2, 16, 0.1, batch_first=True)
+    model = layers(nn.Embedding(WORDS, 8), block, nn.Flatten(), nn.Linear(96, CLASSES))
+    return job(model, data=words(), blocks=(nn.TransformerEncoderLayer,))
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * 2 + 0.01 * torch.randn_like(gradient)
+
+
+@kind()
+def own_autograd_function() -> Job:
+    return job(Net(Doubled.apply))
+
+
+@kind()
+def gradients_of_each_sample_by_vmap() -> Job:
+    def loss(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+        params = dict(model.named_parameters())
+
+        def one(x: Tensor, y: Tensor) -> Tensor:
+            output = torch.func.functional_call(model, params, (x[None],))
+            return F.cross_entropy(output, y[None])
+
+        return torch.vmap(one)(*batch).sum(), len(batch[0])
+
+    return job(loss=loss)
+
+
+@kind(full="second derivative")
+def gradient_penalty() -> Job:
+    def loss(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+        x, y = batch
+        x = x.clone().requires_grad_()
+        value = F.cross_entropy(model(x), y, reduction="sum")
+        (gradient,) = torch.autograd.grad(value, x, create_graph=True)
+        return value + gradient.pow(2).sum(), len(x)
+
+    return job(loss=loss)
+
+
+@kind(full="not gathered")
+def penalty_of_a_weights_gradient() -> Job:
+    def loss(model: Any, batch: Any) -> tuple[Tensor, int]:
+        value, count = cross_entropy(model, batch)
+        (gradient,) = torch.autograd.grad(value, model.last.weight, create_graph=True)
+        return value + 0.01 * gradient.pow(2).sum(), count
+
+    return job(loss=loss)
+
+
+@kind()
+def adversarial_examples() -> Job:
+    def loss(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+        x, y = batch
+        moved = x.clone().requires_grad_()
+        value = F.cross_entropy(model(moved), y, reduction="sum")
+        (gradient,) = torch.autograd.grad(value, moved)
+        return cross_entropy(model, (x + 0.1 * gradient.sign(), y))
+
+    return job(loss=loss)
+
+
+@kind(full="Sparse")
+def sparse_gradients() -> Job:
+    model = layers(nn.Embedding(WORDS, 8, sparse=True), nn.Flatten(), nn.Linear(96, CLASSES))
+    return job(model, data=words(), optimizer=lambda params: torch.optim.SGD(params, lr=0.05))
+
+
+@kind(refused="SparseAdam")
+def sparse_adam() -> Job:
+    model = layers(nn.EmbeddingBag(WORDS, 8, sparse=True), nn.Linear(8, CLASSES))
+    model[1].requires_grad_(False)
+    return job(model, data=words(), optimizer=torch.optim.SparseAdam)
+
+
+@kind(full="not gathered")
+def two_parts_against_each_other() -> Job:
+    def loss(model: Any, batch: Any) -> tuple[Tensor, int]:
+        x, _ = batch
+        fake = model.generator(torch.randn(len(x), 4))
+        real = F.softplus(-model.critic(x)) + F.softplus(model.critic(fake.detach()))
+        for param in model.critic.parameters():
+            param.requires_grad_(False)
+        against = F.softplus(-model.critic(fake))
+        for param in model.critic.parameters():
+            param.requires_grad_(True)
+        return (real + against).sum(), len(x)
+
+    parts = {"generator": nn.Linear(4, FEATURES), "critic": nn.Linear(FEATURES, 1)}
+    model = Of(lambda self, x: self.critic(x), **parts)
+    both = Optimizers(
+        torch.optim.Adam(model.generator.parameters(), lr=0.01),
+        torch.optim.SGD(model.critic.parameters(), lr=0.01),
+    )
+    return Job(model, both, loss, vectors())
+
+
+@kind()
+def compiled_function_in_the_loss() -> Job:
+    scaled = torch.compile(lambda z: F.gelu(z) * 2, backend="aot_eager")
+    return job(Net(scaled))
+
+
+# -- optimizers ------------------------------------------------------------------------------------
+
+
+@kind(warmup_steps=4)
+def clipping_and_warm_up() -> Job:
+    return job(clip_norm=0.1, optimizer=torch.optim.AdamW)
+
+
+@kind()
+def several_groups_of_parameters() -> Job:
+    def make(params: list[Tensor]) -> torch.optim.Optimizer:
+        groups = [{"params": params[:2], "lr": 0.001}, {"params": params[2:], "weight_decay": 0.0}]
+        return torch.optim.AdamW(groups, lr=0.01)
+
+    return job(optimizer=make)
+
+
+@kind()
+def cosine_schedule() -> Job:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 15)
+    return Job(model, optimizer, cross_entropy, vectors(), schedule=schedule)
+
+
+@kind(refused="closure")
+def lbfgs() -> Job:
+    return job(optimizer=torch.optim.LBFGS)
+
+
+# -- what the job keeps for itself -----------------------------------------------------------------

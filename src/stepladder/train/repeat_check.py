@@ -1,0 +1,98 @@
+"""A check of `--sync exact`: a microbatch that is computed twice must give the same loss.
+
+In the first step of an attempt, each rank reads its first microbatch once more and computes its
+loss once more, from the same weights and seed. A job that keeps state between calls, has a random
+generator of its own or reads the time gives another loss then: it would train other weights on each
+number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stepladder.core.errors import InputError
+from stepladder.core.plan import Span
+from stepladder.train.batch_reader import BatchReader
+from stepladder.train.fingerprints import fingerprint
+
+# Of a loss that is computed without gradients, for which libraries may have other kernels.
+NO_GRAD_TOLERANCE = 1e-3
+VERIFY_HINT = "stepladder verify JOB names the cause"
+
+
+class RepeatCheck:
+    """Notes the first microbatch of a step, and computes its loss once more after all passes.
+
+    Args:
+        reader: Reads a microbatch once more.
+        compute: Returns the loss of a microbatch, shape ().
+        gathers_weights: Whether a pass gathers weights. Then the second pass has no gradients,
+            since the ranks' gathers must fit each other, and its loss may be rounded differently.
+    """
+
+    def __init__(
+        self, reader: BatchReader, compute: Callable[[Span, Any], Tensor], gathers_weights: bool
+    ) -> None:
+        self.reader = reader
+        self.compute = compute
+        self.gathers_weights = gathers_weights
+        self.span: Span | None = None
+        self.batch_hash = b""
+        self.idle_batch: Any = None
+        self.loss = torch.zeros(())
+
+    def note_batch(self, span: Span, batch: Any) -> None:
+        """Note a microbatch before its pass, which may write to it."""
+        self.span = span
+        self.batch_hash = hash_batch(batch)
+        self.idle_batch = None if len(span) else batch
+
+    def note_loss(self, loss: Tensor) -> None:
+        """Note the loss of the microbatch, shape ()."""
+        self.loss = loss
+
+    def validate(self, step: int) -> None:
+        """Read and compute the microbatch once more.
+
+        Raises:
+            InputError: Its data or its loss is different.
+        """
+        if self.span is None:
+            return
+        if not len(self.span):  # an idle pass, which takes part in the gathers
+            self.compute(self.span, self.idle_batch)
+            return
+        batch = self.reader.read(step, self.span)
+        if hash_batch(batch) != self.batch_hash:
+            raise InputError(
+                "--sync exact: the same samples are other data when they are read again",
+                "draw random numbers in a map-style Dataset, from the default generators;"
+                f" {VERIFY_HINT}",
+            )
+        if not self._is_equal(self.compute(self.span, batch).detach()):
+            raise InputError(
+                "--sync exact: the same microbatch has another loss when it is computed again, from"
+                " the same weights and seed",
+                "no state between calls, no generator of its own (the default ones are seeded), no"
+                f" time in the loss; {VERIFY_HINT}",
+            )
+
+    def _is_equal(self, loss: Tensor) -> bool:
+        if self.gathers_weights:
+            return torch.allclose(loss, self.loss, rtol=NO_GRAD_TOLERANCE, equal_nan=True)
+        return fingerprint(loss) == fingerprint(self.loss)
+
+
+def hash_batch(batch: Any) -> bytes:
+    """Return a hash of the tensors and numbers of a batch; other objects do not count."""
+    if isinstance(batch, (Tensor, bool, int, float, str)):
+        return fingerprint(batch)
+    if isinstance(batch, dict):
+        return fingerprint([(name, hash_batch(part)) for name, part in batch.items()])
+    if isinstance(batch, (tuple, list)):
+        return fingerprint([hash_batch(part) for part in batch])
+    return b""

@@ -1,0 +1,62 @@
+"""Kinds of benchmarks/adversary_kinds.py: one hash in five ways, or refused by name."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.ranks
+
+QUICK = ["mixup by numpy", "float64", "weight written through numpy"]
+SLOW = [
+    "random numbers for some microbatches",
+    "batch norm that some microbatches skip",
+    "sparse gradients",
+    "teacher that moves in the forward pass",
+    "counter in a global variable",
+    "generator that a dataset owns",
+    "gradient penalty",
+]
+
+
+@pytest.fixture(scope="module")
+def adversary() -> Iterator[ModuleType]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+        import adversary
+
+        yield adversary
+
+
+@pytest.fixture(scope="module")
+def ranks(adversary: ModuleType) -> Iterator[dict[int, Any]]:
+    with adversary.rank_pool() as pool:
+        yield pool
+
+
+@pytest.mark.parametrize(
+    "name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
+)
+def test_a_kind_of_job_gives_one_hash_in_five_ways_or_is_refused(
+    adversary: ModuleType, ranks: dict[int, Any], name: str
+) -> None:
+    _, problems = adversary.run_kind(name, ranks)
+    assert problems == []
+
+
+def test_another_hash_or_a_refusal_or_a_failure_is_a_problem(adversary: ModuleType) -> None:
+    outcome = adversary.Outcome
+    judge = adversary.judge
+    assert judge("float64", {"1": outcome("a"), "3": outcome("a")}) == []
+    assert judge("float64", {"1": outcome("a"), "3": outcome("b")}) != []
+    assert judge("float64", {"1": outcome(refused="a buffer")}) != []
+    assert judge("lbfgs", {"1": outcome(refused="wants a closure")}) == []
+    assert judge("lbfgs", {"1": outcome(refused="no such file")}) != []
+    assert judge("lbfgs", {"1": outcome("a")}) != []
+    assert judge("lbfgs", {"1": outcome(failed="RuntimeError")}) != []
+    assert "adversary_kinds" in sys.modules
