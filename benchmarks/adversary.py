@@ -236,7 +236,7 @@ def run_way(name: str, way: str, pool: dict[int, Ranks]) -> Outcome:
         return outcome
 
 
-def judge(name: str, outcomes: dict[str, Outcome]) -> list[str]:
+def find_problems(name: str, outcomes: dict[str, Outcome]) -> list[str]:
     """Return what differs from what the kind says must happen; empty if nothing does."""
     from adversary_kinds import KINDS
 
@@ -259,7 +259,7 @@ def run_kind(
     name: str, pool: dict[int, Ranks], ways: Sequence[str] = tuple(WAYS)
 ) -> tuple[dict[str, Outcome], list[str]]:
     outcomes = {way: run_way(name, way, pool) for way in ways}
-    return outcomes, judge(name, outcomes)
+    return outcomes, find_problems(name, outcomes)
 
 
 @contextmanager

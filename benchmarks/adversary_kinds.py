@@ -89,7 +89,7 @@ def images() -> tuple[Tensor, Tensor]:
     return x, x.mean((1, 2, 3)).mul(20).long().clamp(-2, 2) + 2
 
 
-def words() -> tuple[Tensor, Tensor]:
+def token_rows() -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(3)
     x = torch.randint(1, WORDS, (SAMPLES, 12), generator=generator)
     return x, x[:, 0] % CLASSES
@@ -216,7 +216,7 @@ def recurrent(layer: nn.Module) -> Job:
         return self.last(self.layer(self.words(x))[0][:, -1])
 
     model = Of(forward, words=nn.Embedding(WORDS, 8), layer=layer, last=nn.Linear(8, CLASSES))
-    return job(model, data=words())
+    return job(model, data=token_rows())
 
 
 @kind()
@@ -241,12 +241,12 @@ def transformer_encoder_with_dropout() -> Job:
 
     layer = nn.TransformerEncoderLayer(8, 2, 16, 0.1, batch_first=True)
     parts = {"words": nn.Embedding(WORDS, 8), "layer": layer, "last": nn.Linear(8, CLASSES)}
-    return job(Of(forward, **parts), data=words(), optimizer=torch.optim.AdamW)
+    return job(Of(forward, **parts), data=token_rows(), optimizer=torch.optim.AdamW)
 
 
 @kind()
 def embedding_bag() -> Job:
-    return job(layers(nn.EmbeddingBag(WORDS, 8), nn.Linear(8, CLASSES)), data=words())
+    return job(layers(nn.EmbeddingBag(WORDS, 8), nn.Linear(8, CLASSES)), data=token_rows())
 
 
 @kind()
@@ -394,7 +394,7 @@ def ctc() -> Job:
         target_lengths = torch.full((len(x),), 2)
         return F.ctc_loss(logits, targets, lengths, target_lengths, reduction="sum"), len(x)
 
-    return job(layers(nn.Embedding(WORDS, 8), nn.Linear(8, CLASSES + 1)), loss, words())
+    return job(layers(nn.Embedding(WORDS, 8), nn.Linear(8, CLASSES + 1)), loss, token_rows())
 
 
 @kind()
@@ -436,7 +436,7 @@ def token_counts() -> Job:
             (targets != -100).sum()
         )
 
-    return job(layers(nn.Embedding(WORDS, 8), nn.Linear(8, WORDS)), loss, words())
+    return job(layers(nn.Embedding(WORDS, 8), nn.Linear(8, WORDS)), loss, token_rows())
 
 
 @kind()
@@ -689,7 +689,7 @@ def batches_that_are_named_tuples() -> Job:
 
 @kind()
 def sequences_of_different_lengths() -> Job:
-    x, y = words()
+    x, y = token_rows()
 
     def collate(items: list[Any]) -> Any:
         padded = nn.utils.rnn.pad_sequence([item[0] for item in items], batch_first=True)
@@ -741,7 +741,7 @@ def tied_weights() -> Job:
         x, _ = batch
         return F.cross_entropy(model(x).flatten(0, 1), x.flatten(), reduction="sum"), x.numel()
 
-    return job(layers(words_layer, nn.Linear(8, 8), last), loss, words())
+    return job(layers(words_layer, nn.Linear(8, 8), last), loss, token_rows())
 
 
 @kind()
@@ -832,7 +832,7 @@ def weight_divided_by_its_norm() -> Job:
 @kind(refused="weight")
 def embedding_with_a_largest_norm() -> Job:
     model = layers(nn.Embedding(WORDS, 8, max_norm=0.5), nn.Flatten(), nn.Linear(96, CLASSES))
-    return job(model, data=words())
+    return job(model, data=token_rows())
 
 
 @kind(refused="second.weight")
@@ -853,7 +853,7 @@ def weight_written_through_numpy() -> Job:
     return job(loss=loss)
 
 
-@kind(refused="first.bias")
+@kind(refused="first.bias", full="hook")
 def weight_written_in_backward() -> Job:
     model = Net()
 
@@ -865,7 +865,7 @@ def weight_written_in_backward() -> Job:
     return job(model)
 
 
-@kind(refused="weight")
+@kind(refused="weight", full="hook")
 def optimizer_stepped_from_a_gradients_hook() -> Job:
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -1014,7 +1014,7 @@ def activation_checkpointing_of_dropout() -> Job:
 def checkpoint_blocks() -> Job:
     block = nn.TransformerEncoderLayer(8, 2, 16, 0.1, batch_first=True)
     model = layers(nn.Embedding(WORDS, 8), block, nn.Flatten(), nn.Linear(96, CLASSES))
-    return job(model, data=words(), blocks=(nn.TransformerEncoderLayer,))
+    return job(model, data=token_rows(), blocks=(nn.TransformerEncoderLayer,))
 
 
 class Doubled(torch.autograd.Function):
@@ -1083,14 +1083,14 @@ def adversarial_examples() -> Job:
 @kind(full="Sparse")
 def sparse_gradients() -> Job:
     model = layers(nn.Embedding(WORDS, 8, sparse=True), nn.Flatten(), nn.Linear(96, CLASSES))
-    return job(model, data=words(), optimizer=lambda params: torch.optim.SGD(params, lr=0.05))
+    return job(model, data=token_rows(), optimizer=lambda params: torch.optim.SGD(params, lr=0.05))
 
 
 @kind(refused="SparseAdam")
 def sparse_adam() -> Job:
     model = layers(nn.EmbeddingBag(WORDS, 8, sparse=True), nn.Linear(8, CLASSES))
     model[1].requires_grad_(False)
-    return job(model, data=words(), optimizer=torch.optim.SparseAdam)
+    return job(model, data=token_rows(), optimizer=torch.optim.SparseAdam)
 
 
 @kind(full="not gathered")

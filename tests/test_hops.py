@@ -84,6 +84,8 @@ def test_one_process_goes_from_the_command_to_the_step_in_four_hops(trained: Pat
         ("train/job_runner.py", "train_file"),
         ("train/trainer.py", "fit"),
         ("train/trainer.py", "step"),
+        ("train/trainer.py", "_compute_gradient"),
+        ("train/trainer.py", "_run_passes"),
         ("train/trainer.py", "_run_pass"),
     ]
 
@@ -102,6 +104,8 @@ def test_a_rank_takes_four_hops_and_the_sum_of_gradients_is_in_the_fifth_file(
             ("train/job_runner.py", "train_file"),
             ("train/trainer.py", "fit"),
             ("train/trainer.py", "step"),
+            ("train/trainer.py", "_compute_gradient"),
+            ("train/trainer.py", "_run_passes"),
             ("train/trainer.py", "_run_pass"),
         ]
         below = stack(trained, "sum", rank)

@@ -51,12 +51,12 @@ def test_a_kind_of_job_gives_one_hash_in_five_ways_or_is_refused(
 
 def test_another_hash_or_a_refusal_or_a_failure_is_a_problem(adversary: ModuleType) -> None:
     outcome = adversary.Outcome
-    judge = adversary.judge
-    assert judge("float64", {"1": outcome("a"), "3": outcome("a")}) == []
-    assert judge("float64", {"1": outcome("a"), "3": outcome("b")}) != []
-    assert judge("float64", {"1": outcome(refused="a buffer")}) != []
-    assert judge("lbfgs", {"1": outcome(refused="wants a closure")}) == []
-    assert judge("lbfgs", {"1": outcome(refused="no such file")}) != []
-    assert judge("lbfgs", {"1": outcome("a")}) != []
-    assert judge("lbfgs", {"1": outcome(failed="RuntimeError")}) != []
+    find_problems = adversary.find_problems
+    assert find_problems("float64", {"1": outcome("a"), "3": outcome("a")}) == []
+    assert find_problems("float64", {"1": outcome("a"), "3": outcome("b")}) != []
+    assert find_problems("float64", {"1": outcome(refused="a buffer")}) != []
+    assert find_problems("lbfgs", {"1": outcome(refused="wants a closure")}) == []
+    assert find_problems("lbfgs", {"1": outcome(refused="no such file")}) != []
+    assert find_problems("lbfgs", {"1": outcome("a")}) != []
+    assert find_problems("lbfgs", {"1": outcome(failed="RuntimeError")}) != []
     assert "adversary_kinds" in sys.modules

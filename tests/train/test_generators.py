@@ -51,7 +51,7 @@ def draw_all() -> list[float]:
 
 def test_numbers_depend_on_the_seed_alone_once_generators_are_in_use() -> None:
     generators = PassGenerators(CPU)
-    generators.seeds_host = True
+    generators.seed_host_generators()
     draws = []
     for seed in (2**62, 7, 2**62):
         generators.begin_pass(seed)

@@ -38,8 +38,8 @@ class PassGenerators:
 
     Few jobs draw from Python's or NumPy's generator in a pass, and seeding them takes ten times as
     long as seeding torch's. So a pass only compares their states, and `was_drawn` says that a pass
-    has drawn from them without a seed of its own. The training loop then sets `seeds_host` and
-    repeats the step.
+    has drawn from them without a seed of its own. The training loop then calls
+    `seed_host_generators` and repeats the step.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -52,6 +52,10 @@ class PassGenerators:
 
     def _read(self) -> list[State]:
         return [read() for read in self.read_states]
+
+    def seed_host_generators(self) -> None:
+        """Seed Python's and NumPy's generators, too, before each pass from now on."""
+        self.seeds_host = True
 
     def begin_pass(self, seed: int) -> None:
         """Seed the generators."""

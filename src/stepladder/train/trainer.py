@@ -258,6 +258,8 @@ class TrainingLoop:
                 assert result is not None
             for listener in self.listeners:
                 listener.after_reduce(step, result)
+            # After the recompute check, which tells a fault of the machine.
+            self._validate_unchanged()
             with self.phase(UPDATING):
                 learning_rate, norm = self.weight_update.apply()
             self.recorder.record_step(
@@ -283,10 +285,6 @@ class TrainingLoop:
         for listener in self.listeners:
             backward = listener.begin_step(step, backward)
         loss_sum, count, indices_read = self._run_passes(spans, backward)
-        if self.weight_guard is not None and self.buffers is not None:
-            self.weight_guard.validate()
-            if self.weight_guard.guard.compares_values:
-                self.buffers.validate_unchanged()
         if not self.is_repetition:
             self.recorder.record_samples(indices_read)
         with self.phase(WAITING_FOR_RANKS):
@@ -296,9 +294,17 @@ class TrainingLoop:
             return None
         self.is_repetition = False
         if self.repeat_check is not None:
+            self._validate_unchanged()
             self.repeat_check.validate(step)
             self.repeat_check = None
         return result._replace(votes=votes)
+
+    def _validate_unchanged(self) -> None:
+        """Raise InputError if the passes of this step have changed a weight or a buffer."""
+        if self.weight_guard is not None and self.buffers is not None:
+            self.weight_guard.validate()
+            if self.weight_guard.guard.compares_values:
+                self.buffers.validate_unchanged()
 
     def _run_passes(
         self, spans: list[Span], backward: Backward
@@ -332,7 +338,7 @@ class TrainingLoop:
             listener.cancel()
         for param in self.model.parameters():
             param.grad = None
-        self.generators.seeds_host = True
+        self.generators.seed_host_generators()
         self.is_repetition = True
         self.batches.close()
         self.batches = self.spec.train_source.batches(self.share.requests(self.state.step))
