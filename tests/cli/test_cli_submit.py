@@ -286,6 +286,31 @@ def test_a_script_with_a_finding_is_not_submitted_and_a_sound_one_is(
     typed("cancel", done.stdout.split("job ")[-1].partition(":")[0])
 
 
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_a_script_for_one_process_is_refused_for_several_ranks(
+    typed: Typed, lab: TestLab, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, value in lab.env.items():
+        monkeypatch.setenv(name, value)
+    (tmp_path / "plain.py").write_text(
+        "import torch\nmodel = torch.nn.Linear(1, 1)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
+        "for _ in range(4):\n    optimizer.zero_grad()\n    model(torch.ones(1, 1)).backward()\n"
+        "    optimizer.step()\n"
+    )
+    done = typed("submit", "--rehearse", "--nodes", "2", "--", "plain.py")
+    assert done.returncode == 2, done
+    assert "plain.py forms no process group" in done.stderr
+    assert "run --independent plain.py" in done.stderr
+    assert "no job waits or runs" in typed("status").stdout
+    for arguments in (["--nodes", "2", "--", "run", "--independent"], ["--"]):
+        done = typed("submit", "--rehearse", "--sbatch-arg=--hold", *arguments, "plain.py")
+        assert done.returncode == 0, done
+        typed("cancel", done.stdout.split("job ")[-1].partition(":")[0])
+
+
 @pytest.mark.ranks
 def test_a_rehearsal_that_is_stopped_submits_nothing(lab: TestLab, tmp_path: Path) -> None:
     begun = tmp_path / "outside" / "begun"
