@@ -69,10 +69,15 @@ def split_evenly(flat: torch.Tensor, ranks: int) -> list[torch.Tensor]:
 def get_data(tensor: torch.Tensor) -> torch.Tensor:
     """Return the numbers of a tensor, for code that writes to them.
 
-    Autograd does not see what is written, as it does not see what gloo writes. Truth values become
-    bytes, with which gloo computes as well.
+    Autograd does not see what is written, as it does not see what gloo writes. Inference tensors
+    are written to as well. Truth values become bytes, with which gloo computes as well.
     """
     data = tensor.data
+    if data.is_inference():
+        storage = data.untyped_storage()
+        data = torch.empty(0, dtype=data.dtype).set_(
+            storage, data.storage_offset(), data.size(), data.stride()
+        )
     return data.view(torch.uint8) if data.dtype is torch.bool else data
 
 
@@ -85,9 +90,9 @@ class FlatTensors:
     def add(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a flat tensor whose numbers are those of a tensor after `write_back`."""
         data = get_data(tensor)
-        if data.ndim == 1:
+        if data.ndim == 1 and data.stride(0):
             return data
-        flat = data.reshape(-1)
+        flat = data.contiguous().view(-1)
         if not data.is_contiguous():
             self._flat_copies.append((data, flat))
         return flat
@@ -95,7 +100,12 @@ class FlatTensors:
     def write_back(self) -> None:
         """Copy what was written, where a tensor does not lie in one row."""
         for data, flat in self._flat_copies:
-            data.copy_(flat.view(data.shape))
+            numbers = flat.view(data.shape)
+            for dim, stride in enumerate(data.stride()):
+                if not stride:  # an expanded tensor: all its rows are one in memory
+                    data = data.narrow(dim, 0, 1)
+                    numbers = numbers.narrow(dim, 0, 1)
+            data.copy_(numbers)
 
 
 def get_flat(tensor: torch.Tensor) -> torch.Tensor:
