@@ -279,7 +279,7 @@ def test_a_long_search_says_what_it_does(
         yield np.array([0, data.size])
 
     file.write_text('{"id": 1}\n')
-    assert load_index(LocalFile(file), find_offsets).tolist() == [0, 10]
+    assert load_index(LocalFile(file), find_offsets, "kind").tolist() == [0, 10]
 
 
 class Keep:

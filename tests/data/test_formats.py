@@ -429,7 +429,7 @@ def test_a_faster_library_for_json_changes_no_bit(
     lists = "[0.1, 2]", "[NaN, 1e400]", "[9007199254740993, -0.0]"
     texts = [f'{{"x": {x}, "y": {y}, "z": "{x}"}}' for x, y in zip(lists, (1, 2.5, 7), strict=True)]
     (tmp_path / "a.jsonl").write_text("\n".join(texts))
-    rows = "1,.5,a", "-0,1_0,b", '" 3",1e400,"c, d"'
+    rows = "1,.5,a", "-0,+1,b", '" 3",1e400,"c, d"'
     (tmp_path / "a.csv").write_text("\n".join(["x,y,z", *rows]))
     for name in ("a.jsonl", "a.csv"):
         fast = read_numbers(tmp_path / name)

@@ -129,6 +129,19 @@ def test_a_run_over_http_resumes_on_another_number_of_processes(
     assert resumed["weights_sha256"] == whole["weights_sha256"]
 
 
+@pytest.mark.ranks
+def test_a_run_is_not_resumed_with_another_file_of_the_same_length(tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    WRITERS["parquet"](folder)
+    flags = ("--microbatch", 4, "--data", "data", "--run-dir", "run")
+    train(JOB, *flags, "--steps", 3, cwd=tmp_path)
+    first = folder / "part-0.parquet"
+    first.write_bytes((folder / "part-1.parquet").read_bytes())
+    done = run("train", JOB, *flags, "--steps", 5, cwd=tmp_path)
+    refused(done, "data/part-0.parquet has other contents than run directory run was begun with")
+
+
 def test_the_cache_is_bounded_and_a_damaged_block_is_fetched_again(
     served: Server, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,8 +12,8 @@ from stepladder.core.errors import InputError
 from stepladder.data.formats import idx
 from stepladder.data.local_files import compute_sha256, validate_readable
 from stepladder.data.movielens.ratings import find_file, read_ratings
+from stepladder.data.readers.listing import list_names
 from stepladder.data.readers.open_data import MDS, TOKENS, OpenedSource, find_format, open_data
-from stepladder.data.readers.open_options import list_names
 from stepladder.data.shards.dataset import Shards, is_shards
 from stepladder.data.shards.reader import ShardReader
 from stepladder.data.shards.shard import recommend_chunk_rows, shards_error

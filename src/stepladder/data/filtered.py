@@ -12,7 +12,7 @@ from stepladder.core.errors import InputError
 from stepladder.core.order import IndexArray
 from stepladder.data.function_key import make_function_key
 from stepladder.data.readers.record_index import make_index
-from stepladder.data.source import CHUNKS_IN_MEMORY, Source, is_source, make_chunks
+from stepladder.data.source import CHUNKS_IN_MEMORY, Source, get_contents, is_source, make_chunks
 
 SAMPLES_PER_READ = 4096
 
@@ -50,6 +50,11 @@ class DerivedSource:
     def sorted_by_length(self) -> bool:
         """Whether the samples are in the order of their lengths, as those of `Padded` are."""
         return getattr(self.source, "sorted_by_length", False)
+
+    @property
+    def contents(self) -> list[list[str]] | None:
+        """The name and a hash of each file of the source."""
+        return get_contents(self.source)
 
     @property
     def fingerprint(self) -> str | None:

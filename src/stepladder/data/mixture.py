@@ -15,7 +15,7 @@ from stepladder.core.errors import InputError, as_input_error
 from stepladder.core.order import IndexArray
 from stepladder.data.documents import split_documents
 from stepladder.data.readers.batches import join_lists
-from stepladder.data.source import Source, is_source, make_chunks
+from stepladder.data.source import Source, get_contents, is_source, make_chunks
 from stepladder.data.table import Ragged
 
 MIN_PART = 1e-15  # of a source of all samples: its weight would be lost in the sum of all
@@ -87,6 +87,11 @@ class Mixture:
     def __len__(self) -> int:
         """Return the number of samples of an epoch, over all passes."""
         return int(self._pass_edges[-1])
+
+    @property
+    def contents(self) -> list[list[str]]:
+        """The name and a hash of each file of the sources."""
+        return [file for source in self._sources for file in get_contents(source) or ()]
 
     @property
     def chunk_edges(self) -> IndexArray | None:

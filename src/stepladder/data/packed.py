@@ -12,7 +12,7 @@ from stepladder.core.errors import InputError
 from stepladder.core.numbers import validate_count
 from stepladder.data.documents import LENGTHS_HINT, SOURCE_HINT, Documents, split_documents
 from stepladder.data.packing import Integers, concatenate_pieces, pack
-from stepladder.data.source import Source
+from stepladder.data.source import Source, get_contents
 
 IGNORED = -100  # what torch's cross_entropy leaves out
 MIN_BLOCKS_PER_GROUP = 64  # of chunks that are packed together: at most 1 in 64 blocks is not full
@@ -87,6 +87,11 @@ class Packed:
     def __len__(self) -> int:
         """Return the number of blocks."""
         return self._pieces.num_blocks
+
+    @property
+    def contents(self) -> list[list[str]] | None:
+        """The name and a hash of each file of the documents."""
+        return get_contents(self._documents.data)
 
     @property
     def chunk_edges(self) -> Integers | None:

@@ -13,7 +13,7 @@ from stepladder.core.errors import InputError
 from stepladder.core.numbers import MAX_INTEGER
 from stepladder.core.order import IndexArray
 from stepladder.data.documents import SOURCE_HINT, Documents, split_documents
-from stepladder.data.source import CHUNKS_IN_MEMORY, Source
+from stepladder.data.source import CHUNKS_IN_MEMORY, Source, get_contents
 from stepladder.data.table import Ragged
 
 PADDING_HINT = "padding=0, or another number of the type of the documents"
@@ -65,6 +65,11 @@ class Padded:
     def __len__(self) -> int:
         """Return the number of documents."""
         return len(self._numbers)
+
+    @property
+    def contents(self) -> list[list[str]] | None:
+        """The name and a hash of each file of the documents."""
+        return get_contents(self._documents.data)
 
     @property
     def chunk_edges(self) -> IndexArray | None:

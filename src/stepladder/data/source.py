@@ -55,6 +55,12 @@ def is_source(data: Any) -> bool:
     return isinstance(data, Source) and not isinstance(data, type)
 
 
+def get_contents(data: Any) -> list[list[str]] | None:
+    """Return the name and a hash of each file of data; None for data of no files."""
+    contents: list[list[str]] | None = getattr(data, "contents", None)
+    return contents
+
+
 def make_chunks(source: Source) -> Chunks | None:
     """Return the chunks of a source; None if it has none.
 

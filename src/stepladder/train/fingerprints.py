@@ -11,7 +11,8 @@ import torch
 
 from stepladder.core.order import SORT
 from stepladder.core.plan import Plan
-from stepladder.data.sources import BatchSource, TensorSource
+from stepladder.data.source import get_contents
+from stepladder.data.sources import BatchSource, StreamSource, TensorSource
 
 HASH_BYTES = 8
 TOTAL_HASH_BYTES = 16
@@ -41,7 +42,9 @@ def split_fingerprints(data: bytes) -> list[bytes]:
 
 
 def fingerprint_source(source: BatchSource | None) -> bytes:
-    """Return 8 bytes that depend on a few samples of data in memory; zeros for other data."""
+    """Return 8 bytes that depend on a few samples of data in memory or files, else zeros."""
+    if isinstance(source, StreamSource):
+        return fingerprint([digest for _, digest in get_contents(source.source) or ()])
     if not isinstance(source, TensorSource) or not len(source):
         return bytes(HASH_BYTES)
     last = len(source) - 1

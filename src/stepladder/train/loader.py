@@ -19,7 +19,9 @@ from stepladder.core.numbers import validate_count
 from stepladder.core.order import derive_seed
 from stepladder.core.plan import Plan
 from stepladder.core.world import World
+from stepladder.data.source import get_contents
 from stepladder.data.sources import Batches, Request, find_chunks, is_sorted_by_length, open_source
+from stepladder.storage.run_config import validate_same_files
 from stepladder.train.loader_ledger import LoaderLedger
 from stepladder.train.process_group import get_world_of_script
 
@@ -77,6 +79,7 @@ class Loader:
         validate_count("global_batch", global_batch)
         with as_input_error(f"device={device!r}", 'device="cpu" or "cuda"', (RuntimeError,)):
             target = torch.device(device)
+        self._data = data
         self._source = open_source(data, target, seed, num_workers, collate)
         self._plan = Plan(
             len(self._source),
@@ -177,7 +180,9 @@ class Loader:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last batch that the loop was given, as JSON values."""
-        return {"step": self._step, "attempt": self._attempt, **self._definition}
+        state = {"step": self._step, "attempt": self._attempt, **self._definition}
+        files = get_contents(self._data)
+        return state if files is None else state | {"files": files}
 
     @property
     def _definition(self) -> dict[str, Any]:
@@ -199,6 +204,7 @@ class Loader:
             InputError: The state is of other data, or of a Loader with other arguments.
         """
         validate_state(state, self._definition)
+        validate_same_files(state.get("files"), get_contents(self._data), "the Loader's state")
         self.close()
         self._loop += 1
         self._step = state["step"]

@@ -26,6 +26,7 @@ from stepladder.storage.run_config import (
     describe_environment,
     find_shuffle,
     validate_same_definition,
+    validate_same_files,
 )
 from stepladder.storage.run_dir import RunDir
 from stepladder.storage.run_files import (
@@ -162,6 +163,9 @@ class Opening:
         config = run_dir.read_json(CONFIG_FILE)
         if config is not None:
             validate_same_definition(config["definition"], spec.definition, run_dir.path)
+            for name, files in spec.files.items():
+                stored_files = config.get("files", {}).get(name)
+                validate_same_files(stored_files, files, f"run directory {run_dir.path}")
             self.is_job_edited = is_edited(config, spec.recipe.job_file)
         shuffle = find_shuffle(config, run_dir.path)
         result = self._read_result(run_dir)

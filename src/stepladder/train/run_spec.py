@@ -15,6 +15,7 @@ from stepladder.core.order import derive_seed, find_largest_divisor
 from stepladder.core.plan import Plan, choose_microbatch
 from stepladder.core.process_count import choose_threads_per_rank
 from stepladder.core.settings import SETTING_FLAGS, Settings
+from stepladder.data.source import get_contents
 from stepladder.data.sources import BatchSource, find_chunks, is_sorted_by_length, open_source
 from stepladder.train.batch_norm import find_batch_norms
 from stepladder.train.checkpoint_blocks import validate_checkpointable
@@ -199,10 +200,17 @@ class RunSpec:
                 del definition[name]
         return definition
 
+    @cached_property
+    def files(self) -> dict[str, Any]:
+        """The name and a hash of each file of the training and the evaluation data."""
+        data = {"training": self.job.train_data, "evaluation": self.job.eval_data}
+        return {name: get_contents(source) for name, source in data.items()}
+
     def as_json(self) -> dict[str, Any]:
         """Return what config.json holds of the run."""
         return {
             "definition": self.definition,
+            "files": self.files,
             "plan": self.plan.as_json(),
             "derived": {
                 "steps_per_epoch": self.plan.steps_per_epoch,

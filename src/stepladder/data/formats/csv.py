@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -15,12 +16,14 @@ import numpy as np
 
 from stepladder.core.errors import InputError, as_input_error
 from stepladder.core.typed_file import open_to_read
+from stepladder.data.readers.json_values import is_value
 from stepladder.data.table import BLOCK_ROWS, Block, Column, Table, identify_files, select_columns
 
 INT64 = np.dtype(np.int64)
 FLOAT32 = np.dtype(np.float32)
 FLOAT64 = np.dtype(np.float64)
 NUMBER_ERRORS = (ValueError, OverflowError, FloatingPointError)
+LEADING_ZERO = re.compile(r"^\s*[-+]?0[0-9]", re.MULTILINE)  # of a name such as 007
 MAX_SHOWN = 60  # characters of a field in a message
 Row = tuple[int, list[str]]  # line in the file, fields
 
@@ -116,7 +119,7 @@ def read_rows(path: Path, text: TextIOWrapper) -> Iterator[Row]:
 
 def validate_header(path: Path, fields: list[str]) -> None:
     has_duplicates = len(set(fields)) < len(fields)
-    has_numbers = any(is_number(field, FLOAT32) for field in fields)
+    has_numbers = any(map(is_value, fields))
     if has_duplicates or has_numbers or not all(fields):
         raise InputError(
             f"{path}, line 1 is not a header: {','.join(fields)[:80]}",
@@ -170,7 +173,7 @@ def parse_column(column: CsvColumn, rows: list[Row], dtype: np.dtype[Any]) -> np
 def parse_numbers(fields: str | list[str], dtype: np.dtype[Any]) -> np.ndarray:
     """Return the numbers. Raises one of NUMBER_ERRORS, also if one would become infinite."""
     texts = np.array(fields)
-    validate_digits("".join(texts.flat))
+    validate_digits("\n".join(texts.flat))
     with np.errstate(over="raise"):
         numbers: np.ndarray = texts.astype(dtype)
     if dtype.kind == "f":
@@ -181,9 +184,9 @@ def parse_numbers(fields: str | list[str], dtype: np.dtype[Any]) -> np.ndarray:
 
 
 def validate_digits(text: str) -> None:
-    """Raise ValueError for digits that Python reads, and other programs do not."""
-    if not text.isascii() or "_" in text:
-        raise ValueError("digits of other scripts, or an underscore")
+    """Raise ValueError for lines that Python takes for numbers, and other programs may not."""
+    if not text.isascii() or "_" in text or LEADING_ZERO.search(text):
+        raise ValueError("digits of other scripts, an underscore, or a leading zero")
 
 
 def is_number(fields: str | list[str], dtype: np.dtype[Any]) -> bool:

@@ -24,6 +24,7 @@ from stepladder.data.table import select_columns
 TOKEN_HEADER_BYTES = 1024  # of llm.c's and modded-nanogpt's token files: 256 numbers
 TOKEN_TYPES = {20240520: "uint16", 20240801: "uint32"}  # by the first of these numbers
 DEFAULT_TOKEN_TYPE = "uint16"  # of nanoGPT, whose files have no header
+MIN_TOKENS_JUDGED = 64  # by which the type of tokens is judged
 MAX_SAFETENSORS_HEADER_BYTES = 1 << 26
 BLOCK_HINT = 'open_data("train.bin", block=1024): tokens of a sample'
 SAFETENSORS_TYPES = {
@@ -195,11 +196,33 @@ def open_tokens(files: list[DataFile], options: OpenOptions) -> ArraySource:
             if len(head) < TOKEN_HEADER_BYTES:
                 raise InputError(f"{file.name} cannot be used: its header is cut", DAMAGE_HINT)
             count = int.from_bytes(head[8:12], "little")
-            rows = divide_tokens(TOKEN_HEADER_BYTES, count, TOKEN_TYPES[magic], block)
+            begin = TOKEN_HEADER_BYTES
+            kind = TOKEN_TYPES[magic]
         else:
-            rows = divide_tokens(0, file.size // np.dtype(dtype).itemsize, dtype, block)
-        arrays.append({"tokens": rows})
+            validate_token_type(file, head, options)
+            begin = 0
+            kind = dtype
+            count = file.size // np.dtype(dtype).itemsize
+        validate_end(file, begin + count * np.dtype(kind).itemsize)
+        arrays.append({"tokens": divide_tokens(begin, count, kind, block)})
     return ArraySource("tokens", files, arrays, options)
+
+
+def validate_end(file: DataFile, end: int) -> None:
+    """Raise InputError if more follows what the header of a file, or its type, describes."""
+    if file.size > end:
+        raise InputError(
+            f"{file.name}: {file.size - end:,} bytes follow its last value", DAMAGE_HINT
+        )
+
+
+def validate_token_type(file: DataFile, head: bytes, options: OpenOptions) -> None:
+    """Raise InputError if tokens are taken for 16 bits, and each second one would be 0."""
+    tokens = np.frombuffer(head[: len(head) // 4 * 4], DEFAULT_TOKEN_TYPE)
+    has_pairs = tokens[::2].any() and not tokens[1::2].any()
+    if options.dtype is None and len(tokens) > MIN_TOKENS_JUDGED and has_pairs:
+        problem = f"{file.name}: each second token of 16 bits is 0, as of tokens of 32 bits"
+        raise InputError(problem, 'dtype="uint32"; or dtype="uint16" if they are right')
 
 
 def find_token_type(options: OpenOptions) -> str:
@@ -261,7 +284,9 @@ def find_numbers(file: DataFile) -> tuple[int, tuple[int, ...], str]:
     shape, _, dtype = header
     if not header.has_rows:
         raise InputError(f"{file.name} holds {dtype} {list(shape)}", "rows of numbers, in C order")
-    return stream.tell(), shape, dtype.name
+    begin = stream.tell()
+    validate_end(file, begin + math.prod(shape) * dtype.itemsize)
+    return begin, shape, dtype.name
 
 
 def open_safetensors(files: list[DataFile], options: OpenOptions) -> ArraySource:
@@ -271,7 +296,11 @@ def open_safetensors(files: list[DataFile], options: OpenOptions) -> ArraySource
         files: Files of the safetensors library.
         options: What the caller of `open_data` has set.
     """
-    return ArraySource("safetensors", files, [read_tensors(file) for file in files], options)
+    arrays = [read_tensors(file) for file in files]
+    source = ArraySource("safetensors", files, arrays, options)
+    for file, tensors in zip(files, arrays, strict=True):
+        validate_end(file, max(rows.end for rows in tensors.values()))
+    return source
 
 
 def read_tensors(file: DataFile) -> dict[str, Rows]:

@@ -60,7 +60,7 @@ def list_remote_parts(file: DataFile, schema: Any) -> list[TablePart]:
     """
     parts = []
     first_row = 0
-    for begin, end, rows in load_index(file, find_batches).reshape(-1, 3).tolist():
+    for begin, end, rows in load_index(file, find_batches, "arrow").reshape(-1, 3).tolist():
         read = partial(read_batch, file, begin, end, schema)
         parts.append(TablePart(file.name, first_row, rows, end - begin, read))
         first_row += rows

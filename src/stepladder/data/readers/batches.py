@@ -81,6 +81,11 @@ def decode_image(data: bytes) -> np.ndarray:
         raise InputError("images need Pillow", "pip install pillow; or decode=FUNCTION") from error
     try:
         with Image.open(io.BytesIO(data)) as image:
+            if image.mode[0] in "IF":
+                raise ValueError(f"values of mode {image.mode} would be cut to 8 bits")
+            pages = getattr(image, "n_frames", 1)
+            if pages > 1 and image.format != "MPO":  # a photo with smaller copies of itself
+                raise ValueError(f"it has {pages} pages, of which one would be read")
             return np.asarray(image.convert("RGB"))
     except (UnidentifiedImageError, OSError, Image.DecompressionBombError, SyntaxError) as error:
         raise ValueError(f"no image ({to_one_line(error)})") from error

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from stepladder.core.errors import InputError
 from stepladder.core.order import IndexArray
-from stepladder.data.readers.files import DataFile
+from stepladder.data.readers.files import Contents, DataFile, hash_files
 from stepladder.data.readers.open_options import OpenOptions
 
 CHUNK_BYTES = 1 << 20  # of rows that are read together: a block of the cache
@@ -60,6 +61,11 @@ class FilesSource:
     def fingerprint(self) -> str | None:
         """A text that is another one when the samples are; None if `decode` may change unseen."""
         return self.options.make_fingerprint(self.format, self.files)
+
+    @cached_property
+    def contents(self) -> Contents:
+        """The name of each file, and a hash of samples of it."""
+        return hash_files(self.files)
 
     def make_batch(self, columns: dict[str, Any]) -> Any:
         """Return columns as the batch that the caller of `open_data` wants."""

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import glob
 import hashlib
 import io
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import repeat
 from pathlib import Path
 from typing import Any, Protocol
+
+import xxhash
 
 from stepladder.core.errors import InputError, as_input_error
 from stepladder.data.local_files import make_change_error, validate_readable
@@ -18,7 +19,13 @@ from stepladder.data.local_files import make_change_error, validate_readable
 OPEN_FILES = 128  # at once; a process may have a thousand
 PIECE_BYTES = 16 << 20
 MAX_READ = 1 << 30  # bytes of one call: Linux reads no more than two gigabytes
+SAMPLED_BYTES = 1 << 16  # of a piece by which a file is known again
+MAX_SAMPLED_PIECES = 16  # of a file: a megabyte, and all of a smaller file
+ALL_SAMPLED_PIECES = 128  # of all files, but at least two of each
+MAX_HASHES = 256  # of a data set, in the state of a Loader
 DATA_HINT = "a file, a folder, or a pattern such as 'data/*.parquet'"
+
+Contents = list[list[str]]  # the name and the hash of each file
 
 
 class DataFile(Protocol):
@@ -189,43 +196,38 @@ def read_pieces(file: DataFile) -> Iterator[bytes]:
         yield file.read(begin, min(begin + PIECE_BYTES, file.size))
 
 
+def hash_files(files: Sequence[DataFile]) -> Contents:
+    """Return what a training is bound to: hashes of the sizes and of samples of files.
+
+    Args:
+        files: The files. Of many, several neighbours have one hash.
+
+    Returns:
+        The name of each file, or of the first of several neighbours, and the hash.
+    """
+    pieces = min(MAX_SAMPLED_PIECES, max(2, ALL_SAMPLED_PIECES // max(1, len(files))))
+    step = -(-len(files) // MAX_HASHES) or 1
+    contents = []
+    for begin in range(0, len(files), step):
+        hashed = xxhash.xxh64()
+        for file in files[begin : begin + step]:
+            hashed.update(str(file.size).encode())
+            last = max(0, file.size - SAMPLED_BYTES)
+            begins = sorted({last * number // (pieces - 1) for number in range(pieces)})
+            ends = [min(first + SAMPLED_BYTES, file.size) for first in begins]
+            for part in file.read_parts(begins, ends):
+                hashed.update(part)
+        contents.append(
+            [os.fsencode(files[begin].name).decode(errors="replace"), hashed.hexdigest()]
+        )
+    return contents
+
+
 def is_url(path: str | Path) -> bool:
     """Return whether a path is that of another machine."""
     return "://" in str(path)
 
 
-def list_paths(path: str) -> list[str]:
-    """Return the local files that a path names, in the order of their names.
-
-    Args:
-        path: A file, a folder, or a pattern.
-
-    Raises:
-        InputError: There is no such file.
-    """
-    folder = Path(path)
-    if folder.is_dir():
-        files = [str(file) for file in walk(folder)]
-    elif folder.exists():
-        files = [path]
-    else:
-        files = sorted(glob.glob(path, recursive=True))  # noqa: PTH207 - of an absolute path too
-        if not files:
-            raise InputError(f"there is no {path}", DATA_HINT)
-    return files
-
-
-def walk(folder: Path) -> Iterator[Path]:
-    """Yield the files below a folder by name, hidden ones left out."""
-    for entry in sorted(folder.iterdir()):
-        if entry.name.startswith((".", "_")):
-            continue
-        if entry.is_dir():
-            yield from walk(entry)
-        elif entry.is_file():
-            yield entry
-
-
 def shorten(identity: str) -> str:
     """Return a name for files that belong to an identity."""
-    return hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()
+    return hashlib.blake2b(os.fsencode(identity), digest_size=16).hexdigest()

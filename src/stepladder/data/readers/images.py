@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +15,12 @@ from stepladder.core.errors import InputError
 from stepladder.core.order import IndexArray
 from stepladder.data.readers.batches import Sample, collate_decoded, decode_image, stack_values
 from stepladder.data.readers.damage import Damage
-from stepladder.data.readers.files import DataFile, is_url
+from stepladder.data.readers.files import Contents, DataFile, hash_files, is_url
+from stepladder.data.readers.listing import is_folder, relate, validate_one_set
 from stepladder.data.readers.open_options import OpenOptions
 from stepladder.data.table import select_columns
 
-IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".ppm", ".tif", ".tiff")
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".ppm", ".pgm", ".tif", ".tiff")
 IMAGE_COLUMNS = ("image", "label", "path")
 OPEN_IMAGES = 64  # at once; a URL is asked for its size when it is opened
 
@@ -40,11 +43,12 @@ class ImageFolder:
         self.decode = options.decode
         self.as_list = options.columns is not None
         self.names = select_columns(options.columns or ("image", "label"), IMAGE_COLUMNS, folder)
-        classes = [path.split("/")[0] for path in paths]
+        # The first folder of each path; "" for an image in none.
+        classes = [path[: path.find("/") + 1].rstrip("/") for path in paths]
         self.classes = sorted(set(classes))
         self.labels: IndexArray = np.searchsorted(self.classes, classes)
         # One text and where each path ends: a million Python strings would need 100 MB.
-        encoded = [path.encode() for path in paths]
+        encoded = list(map(os.fsencode, paths))
         self.text = b"".join(encoded)
         self.ends: IndexArray = np.cumsum([0, *map(len, encoded)])
 
@@ -70,6 +74,14 @@ class ImageFolder:
     def fingerprint(self) -> str | None:
         """A text that is another one when the samples are; None if `decode` may change unseen."""
         return self.options.make_fingerprint(self.format, map(self._open, range(len(self))))
+
+    @cached_property
+    def contents(self) -> Contents:
+        """The folder, with a hash of the names and of samples of some images."""
+        names = hashlib.blake2b(self.text, digest_size=8).hexdigest()
+        step = -(-len(self) // OPEN_IMAGES)
+        images = [self._open(index) for index in range(0, len(self), step)]
+        return [[self.folder, names], *hash_files(images)]
 
     @property
     def columns(self) -> dict[str, str]:
@@ -98,7 +110,7 @@ class ImageFolder:
                 yield self._make_damage(index, error)
 
     def _read_sample(self, index: int) -> Sample:
-        sample = {"label": self.labels[index], "path": self._path(index)}
+        sample = {"label": self.labels[index], "path": self.get_path(index)}
         if self.decode is not None or "image" in self.names:
             try:
                 sample["image"] = self._read_image(index)
@@ -115,31 +127,60 @@ class ImageFolder:
         return decode_image(data)
 
     def _make_damage(self, index: int, error: ValueError) -> Damage:
-        return Damage(self._path(index), index, 1, str(error))
+        return Damage(self.get_path(index), index, 1, str(error))
 
     def _open(self, index: int) -> DataFile:
-        return self.open_again(self._path(index))
+        return self.open_again(self.get_path(index))
 
-    def _path(self, index: int) -> str:
+    def get_path(self, index: int) -> str:
+        """Return the path of an image."""
         begin = int(self.ends[index])
         end = int(self.ends[index + 1])
         text = self.text[begin:end]
-        return self.folder + text.decode()
+        return self.folder + os.fsdecode(text)
 
 
-def open_images(paths: list[str], names: list[str], options: OpenOptions) -> ImageFolder:
+def open_images(
+    paths: list[str], names: list[str], options: OpenOptions, is_given: bool
+) -> ImageFolder:
     """Return the images below a folder.
 
+    Args:
+        paths: The folder.
+        names: The images.
+        options: What the caller of `open_data` has set.
+        is_given: Whether the caller says that it is a folder of images.
+
     Raises:
-        InputError: It is not one folder.
+        InputError: It is not one folder of images, each in the folder of its class.
     """
     folder = paths[0]
-    if len(paths) != 1 or not (folder.endswith("/") if is_url(folder) else Path(folder).is_dir()):
+    if len(paths) != 1 or not is_folder(folder):
         raise InputError(
             f"{folder} is not one folder of images", "a folder, or a URL with / at its end"
         )
-    if not is_url(folder):
-        names = [str(Path(name).relative_to(folder)) for name in names]
-        folder = f"{folder.rstrip('/')}/"
-    images = [name.removeprefix(folder) for name in names if name.lower().endswith(IMAGE_SUFFIXES)]
-    return ImageFolder(folder, images, options)
+    folder = f"{folder.rstrip('/')}/"
+    source = ImageFolder(folder, relate(names, folder), options)
+    if not is_given:
+        validate_one_set(folder, [f"{name}/" for name in source.classes])
+    if "label" in source.names:
+        validate_classes(source)
+    return source
+
+
+def validate_classes(source: ImageFolder) -> None:
+    """Validate that classes have the numbers that their folders have in order.
+
+    Raises:
+        InputError: An image is beside the folders; or a folder has no images, without which those
+            after it have the numbers of other classes.
+    """
+    hint = 'a folder of folders with images, as of a class each; or columns=["image", "path"]'
+    if "" in source.classes:
+        image = source.get_path(source.labels.tolist().index(0))
+        raise InputError(f"{image} is in no folder of a class", hint)
+    if is_url(source.folder):
+        return
+    for entry in sorted(Path(source.folder).iterdir()):
+        if entry.is_dir() and entry.name not in source.classes and entry.name[0] != ".":
+            raise InputError(f"{entry} is a folder without images", hint)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from array import array
 from collections.abc import Callable
 from contextlib import suppress
@@ -16,6 +17,11 @@ from stepladder.data.readers.batches import Sample, stack_values
 from stepladder.data.table import Ragged
 
 DecodeJson = Callable[[bytes | str], Any]
+# Numbers as all programs write them: no leading zeros, no underscores, no digits of other scripts.
+NUMBER = re.compile(
+    r"\s*[-+]?(?:(?:(?:0|[1-9][0-9]*)(?:\.[0-9]*)?|\.[0-9]+)(?:e[-+]?[0-9]+)?|nan|inf|infinity)\s*",
+    re.IGNORECASE,
+)
 NUMBER_KINDS = "bif"  # NumPy's letters for the types of bool, int and float
 
 decode_fast: DecodeJson = json.loads
@@ -57,16 +63,29 @@ def parse_numbers(texts: list[str], kind: Callable[[str], Any]) -> list[Any]:
         The numbers; for float, those without a fraction may be int.
 
     Raises:
-        ValueError: A text is no such number.
+        ValueError: A text is no such number, or would be another text when it is written again as
+            one, such as 007, which may be a name.
     """
     allowed = {int} if kind is int else {int, float}
     # All texts are parsed as one JSON list, which is quick, or else each text alone: JSON has no
-    # " 1_000" and no ".5", which int and float accept, and "1,5" makes two numbers of the list.
+    # " 1" and no ".5", and "1,5" makes two numbers of the list.
     with suppress(ValueError):
         numbers: list[Any] = decode_fast(f"[{','.join(texts)}]")
         if len(numbers) == len(texts) and allowed.issuperset(map(type, numbers)):
             return numbers
+    for text in texts:
+        if not NUMBER.fullmatch(text):
+            raise ValueError(f"{text!r:.80} is no number")
     return [kind(text) for text in texts]
+
+
+def is_value(text: str) -> bool:
+    """Return whether Python takes a text for a number, so that it is no name of a column."""
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 @dataclass(frozen=True)

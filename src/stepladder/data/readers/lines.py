@@ -6,6 +6,7 @@ import csv
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import PurePath
 from typing import Any
 
@@ -14,12 +15,12 @@ import numpy as np
 from stepladder.core.errors import InputError
 from stepladder.core.order import IndexArray
 from stepladder.data.readers.batches import Sample
-from stepladder.data.readers.damage import DAMAGE_HINT
 from stepladder.data.readers.files import DataFile
 from stepladder.data.readers.json_values import (
     ValueType,
     collect_names,
     find_value_type,
+    is_value,
     parse_numbers,
     parse_object,
 )
@@ -33,6 +34,10 @@ BLANKS = (NEWLINE, 13)  # of lines that hold nothing: they belong to the record 
 QUOTED = re.compile(r'["\r\n]')  # in lines that need the rules of CSV
 TYPED_RECORDS = 256  # from which the types of columns are known
 MAX_HEADER_BYTES = 1 << 20
+MAX_FIELD_BYTES = (1 << 31) - 1
+OTHER_DELIMITERS = re.compile(r"[;|\t,]")
+# The limit of a process, which saves nothing here: a field is in memory before it is parsed.
+csv.field_size_limit(MAX_FIELD_BYTES)
 
 
 def find_lines(file: DataFile, has_quotes: bool, first_byte: int = 0) -> Iterator[IndexArray]:
@@ -102,10 +107,24 @@ class CsvLines(IndexedFiles):
         super().__init__(files, self._find_rows, options)
         suffix = PurePath(files[0].name).suffix
         self.delimiter = "\t" if suffix.lower() == ".tsv" else ","
-        self.header = self._read_header(files[0])[0]
+        # The names of the columns as the caller gives them, or None.
+        self.given_header = None if options.header is None else list(options.header)
+        # Where the first line of values of each file begins.
+        self.first_bytes: dict[str, int] = {}
+        for file in files:
+            header, self.first_bytes[file.name] = self._read_header(file)
+            if file is files[0]:
+                self.header = header
+            elif header != self.header:
+                problem = f"{file.name} has other columns than {files[0].name}"
+                raise InputError(problem, "files with one header line")
         self.types: dict[str, Callable[[str], Any]] = {}
         if options.decode is None:  # which takes texts
             self.types = self._find_types()
+
+    def get_index_kind(self, file: DataFile) -> str:
+        """Return what an index of a file depends on besides the file."""
+        return f"csv {self.first_bytes[file.name]}"
 
     def parse(self, number: int, data: bytes, names: frozenset[str] | None) -> Sample:
         """Return the values of a line as texts.
@@ -148,29 +167,34 @@ class CsvLines(IndexedFiles):
         return values
 
     def _find_rows(self, file: DataFile) -> Iterator[IndexArray]:
-        header, first_byte = self._read_header(file)
-        if header != self.header:
-            problem = f"{file.name} has other columns than {self.files[0].name}"
-            raise InputError(problem, "files with one header line")
-        return find_lines(file, has_quotes=True, first_byte=first_byte)
+        return find_lines(file, has_quotes=True, first_byte=self.first_bytes[file.name])
 
     def _read_header(self, file: DataFile) -> tuple[list[str], int]:
         """Return the names of the columns, and where the first line after them begins."""
         head = file.read(0, min(MAX_HEADER_BYTES, file.size))
-        line, _, _ = head.partition(b"\n")
+        end = head.find(b"\n")
+        while end >= 0 and head.count(b'"', 0, end) % 2:  # a line break in quotation marks
+            end = head.find(b"\n", end + 1)
+        line = head if end < 0 else head[: end + 1]
+        hint = "a first line with the names of columns; or open_data(..., header=[NAMES])"
         try:
-            names = self._split(line.removeprefix(b"\xef\xbb\xbf").rstrip(b"\r"))
+            names = self._split(line.removeprefix(b"\xef\xbb\xbf"))
         except ValueError as error:
-            raise InputError(
-                f"{file.name}: its first line has no names: {error}", DAMAGE_HINT
-            ) from error
+            raise InputError(f"{file.name}: its first line has no names: {error}", hint) from error
+        if self.given_header is not None:
+            return self.given_header, len(line) if names == self.given_header else 0
         for name, count in Counter(names).items():
             if count > 1:
-                raise InputError(
-                    f"{file.name}: {count} columns of its first line are called {name!r}",
-                    "a first line with another name for each column",
-                )
-        return names, min(len(line) + 1, file.size)
+                problem = f"{count} columns of its first line are called {name!r:.80}"
+                raise InputError(f"{file.name}: {problem}", hint)
+            if is_value(name):
+                problem = f"its first line has {name!r:.80}, a value and no name of a column"
+                raise InputError(f"{file.name}: {problem}", hint)
+        if len(names) == 1 and OTHER_DELIMITERS.search(names[0].replace(self.delimiter, "")):
+            problem = f"its first line has one name, {names[0]!r:.80}, not several between"
+            hint = "commas between values in a .csv file, tabs in a .tsv file"
+            raise InputError(f"{file.name}: {problem} {self.delimiter!r}", hint)
+        return names, len(line)
 
     def _find_types(self) -> dict[str, Callable[[str], Any]]:
         """Return what makes values of texts, by the first records."""
@@ -181,12 +205,9 @@ class CsvLines(IndexedFiles):
 def find_type(texts: Sequence[str]) -> Callable[[str], Any]:
     """Return int, float or str: the first that takes all texts."""
     for kind in (int, float):
-        try:
-            for text in texts:
-                kind(text)
-        except ValueError:
-            continue
-        return kind
+        with suppress(ValueError):
+            parse_numbers(list(texts), kind)
+            return kind
     return str
 
 

@@ -15,13 +15,18 @@ from stepladder.data.readers.block_cache import CACHE_BYTES, BlockCache
 from stepladder.data.readers.damage import Damage
 from stepladder.data.readers.files import DATA_HINT, DataFile
 from stepladder.data.readers.images import IMAGE_SUFFIXES, open_images
+from stepladder.data.readers.listing import (
+    is_folder,
+    list_names,
+    relate,
+    validate_distinct,
+    validate_one_set,
+)
 from stepladder.data.readers.mds import MDS_INDEX, open_mds
-from stepladder.data.readers.open_options import OpenOptions, convert_columns, list_names
+from stepladder.data.readers.open_options import OpenOptions, convert_columns
 from stepladder.data.readers.record_index import INDEX_SUFFIX
 from stepladder.data.shards.shard import H5_SUFFIXES
 from stepladder.data.source import Source
-
-CACHED_PREFIX = "cache-"  # of what Hugging Face's datasets keep beside their files
 
 
 @dataclass(frozen=True)
@@ -58,6 +63,14 @@ IMAGE_FOLDER = "images"
 INDEXED_FORMATS = ("webdataset", "jsonl", "csv")
 FORMAT_NAMES = ", ".join([*FORMATS, MDS, IMAGE_FOLDER])
 FORMAT_HINT = f"open_data(PATH, format=FORMAT), where FORMAT is one of: {FORMAT_NAMES}"
+COMPRESSED = (".gz", ".tgz", ".bz2", ".xz", ".zst", ".lz4", ".zip")
+COMPRESSED_HINT = "a decompressed copy in a folder of its own, such as of gzip -dk or zstd -dk"
+# Of files beside those of a data set that hold no samples of it, as names without a dot.
+COMPANIONS = (
+    *(".md", ".rst", ".txt", ".pdf", ".html", ".bib", ".log"),
+    *(".json", ".yaml", ".yml", ".toml", ".ini", ".cfg", ".py", ".sh", ".ipynb"),
+    *(".crc", ".md5", ".sha1", ".sha256", ".idx", ".index", ".lock", INDEX_SUFFIX),
+)
 
 
 class OpenedSource(Source, Protocol):
@@ -102,6 +115,7 @@ def open_data(
     chunk_rows: int | None = None,
     cache_bytes: int = CACHE_BYTES,
     index_beside: bool = False,
+    header: Sequence[str] | None = None,
 ) -> OpenedSource:
     """Open data where they lie, without conversion; give the result as a job's data.
 
@@ -118,6 +132,7 @@ def open_data(
         chunk_rows: Records that are read together, by default about a megabyte.
         cache_bytes: How much of what is read over the network may stay on disk.
         index_beside: Write an index of records beside its file, not into the user's cache.
+        header: The names of all columns of CSV files without a first line that has them.
 
     Returns:
         The source, which reads samples by index.
@@ -133,6 +148,7 @@ def open_data(
         block,
         dtype,
         index_beside,
+        convert_columns(header, "header"),
     )
     paths = list_given(path)
     if format == MDS:
@@ -158,41 +174,75 @@ def open_named(paths: list[str], format: str | None, options: OpenOptions) -> Op
 
     Raises:
         InputError: They are of no format that is known.
-    """
+    """  # noqa: DOC501 - make_format_error makes an InputError
     listed = [name for path in paths for name in list_names(path)]
-    names = [name for name in listed if not name.endswith(INDEX_SUFFIX)]
-    chosen = format or find_format(names)
+    chosen = format or find_format(listed)
     if chosen == MDS:
-        indexes = [name for name in names if Path(name).name == MDS_INDEX]
-        return open_mds([name.removesuffix(MDS_INDEX) or "." for name in indexes], options)
-    if chosen == IMAGE_FOLDER:
-        return open_images(paths, names, options)
-    if chosen not in FORMATS:
-        problem = "is of no format that is known by its name"
-        if format is not None:
-            problem = f"cannot be read as {format!r}"
-        is_shard = has_suffix(paths[0], H5_SUFFIXES)
-        hint = f'stepladder.Shards("{paths[0]}")' if is_shard else FORMAT_HINT
-        raise InputError(f"{paths[0]} {problem}", hint)
-    file_format = FORMATS[chosen]
-    if format is None:
-        names = select_names(names, paths, chosen)
+        names = [name for name in listed if Path(name).name == MDS_INDEX]
+    elif chosen == IMAGE_FOLDER or chosen in FORMATS:
+        names = select_names(listed, paths, chosen, format is not None)
+    else:
+        raise make_format_error(paths[0], listed, format)
     if not names:
         raise InputError(f"{paths[0]} holds no files", DATA_HINT)
-    return open_files(file_format, [options.open_file(name) for name in names], options)
+    validate_distinct(names)
+    if chosen == IMAGE_FOLDER:
+        return open_images(paths, names, options, format is not None)
+    for path in filter(is_folder, paths):
+        validate_one_set(path, relate(names, path))
+    if chosen == MDS:
+        return open_mds([name.removesuffix(MDS_INDEX) or "." for name in names], options)
+    return open_files(FORMATS[chosen], [options.open_file(name) for name in names], options)
 
 
-def select_names(names: list[str], paths: list[str], chosen: str) -> list[str]:
+def make_format_error(path: str, listed: list[str], format: str | None) -> InputError:
+    """Return the error for files of no format that is read."""
+    if format is not None:
+        return InputError(f"{path} cannot be read as {format!r}", FORMAT_HINT)
+    if any(has_suffix(name, COMPRESSED) for name in listed):
+        return InputError(f"{path} is compressed, which is not read", COMPRESSED_HINT)
+    hint = f'stepladder.Shards("{path}")' if has_suffix(path, H5_SUFFIXES) else FORMAT_HINT
+    return InputError(f"{path} is of no format that is known by its name", hint)
+
+
+def select_names(listed: list[str], paths: list[str], chosen: str, is_given: bool) -> list[str]:
     """Return the files of the chosen format.
 
+    Args:
+        listed: The files that the paths name.
+        paths: The paths.
+        chosen: The format.
+        is_given: Whether the caller says the format, not the names of files.
+
     Raises:
-        InputError: A path, not of a folder, names another file: its samples would be missing.
+        InputError: Another file may hold samples, which would be missing.
     """
-    suffixes = FORMATS[chosen].suffixes
-    for path in paths:
-        if path in names and not has_suffix(path, suffixes):
-            raise InputError(f"{path} is no file of {chosen}, as others are", "files of one format")
-    return [name for name in names if has_suffix(name, suffixes)]
+    suffixes = get_suffixes(chosen)
+    names = []
+    for name in listed:
+        if has_suffix(name, suffixes) or (is_given and chosen != IMAGE_FOLDER):
+            if not name.endswith(INDEX_SUFFIX):
+                names.append(name)
+        elif not is_given and (name in paths or not is_companion(name, chosen)):
+            hint = f"files of one format alone, such as 'data/*{suffixes[0]}'"
+            if chosen == IMAGE_FOLDER:
+                hint = 'format="images" reads images alone'
+            if has_suffix(name, COMPRESSED):
+                hint = COMPRESSED_HINT
+            raise InputError(f"{name} is no file of {chosen}, as others are", hint)
+    return names
+
+
+def get_suffixes(chosen: str) -> tuple[str, ...]:
+    """Return what the names of a format's files end in."""
+    return IMAGE_SUFFIXES if chosen == IMAGE_FOLDER else FORMATS[chosen].suffixes
+
+
+def is_companion(name: str, chosen: str) -> bool:
+    """Return whether a file may lie beside those of a format, and holds no samples."""
+    if "." not in Path(name).name or has_suffix(name, COMPANIONS):
+        return True
+    return chosen != IMAGE_FOLDER and has_suffix(name, IMAGE_SUFFIXES)
 
 
 def open_files(
@@ -214,16 +264,14 @@ def find_format(names: list[str]) -> str | None:
     base_names = [Path(name).name for name in names]
     if MDS_INDEX in base_names and (len(names) == 1 or any(".mds" in name for name in base_names)):
         return MDS
-    suffixes: dict[str, Any] = {name: one.suffixes for name, one in FORMATS.items()}
-    suffixes[IMAGE_FOLDER] = IMAGE_SUFFIXES
     counts = {
-        name: sum(has_suffix(file, endings) for file in base_names)
-        for name, endings in suffixes.items()
+        name: sum(has_suffix(file, get_suffixes(name)) for file in names)
+        for name in (*FORMATS, IMAGE_FOLDER)
     }
     best = max(counts, key=lambda name: counts[name])
     return best if counts[best] else None
 
 
 def has_suffix(name: str, suffixes: tuple[str, ...]) -> bool:
-    """Return whether a file has one of the suffixes, and is no cache of another program."""
-    return name.lower().endswith(suffixes) and not Path(name).name.startswith(CACHED_PREFIX)
+    """Return whether the name of a file has one of the suffixes, in any case of letters."""
+    return name.lower().endswith(suffixes)

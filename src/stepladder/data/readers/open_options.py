@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +13,7 @@ from stepladder.core.numbers import validate_count
 from stepladder.data.function_key import make_function_key
 from stepladder.data.readers.batches import DECODE_HINT, Decode
 from stepladder.data.readers.block_cache import BlockCache
-from stepladder.data.readers.files import DataFile, LocalFile, is_url, list_paths
+from stepladder.data.readers.files import DataFile, LocalFile, is_url
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class OpenOptions:
         block: The tokens of a sample, for files of tokens.
         dtype: The type of tokens, where their file does not say it.
         index_beside: Whether an index is written beside its file, not into the cache.
+        header: The names of columns, for files that may lack a line with them.
     """
 
     columns: tuple[str, ...] | None = None
@@ -36,6 +38,7 @@ class OpenOptions:
     block: int | None = None
     dtype: str | None = None
     index_beside: bool = False
+    header: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         for name in ("chunk_rows", "block"):
@@ -67,25 +70,20 @@ class OpenOptions:
             decode = None if self.decode is None else make_function_key(self.decode)
         except ValueError:
             return None
-        settings = [kind, self.columns, decode, self.block, self.dtype]
+        settings = [kind, self.columns, decode, self.block, self.dtype, self.header]
         hashed = hashlib.blake2b(repr(settings).encode(), digest_size=16)
         for file in files:
-            hashed.update(file.identity.encode())
+            hashed.update(os.fsencode(file.identity))
         return hashed.hexdigest()
 
 
-def convert_columns(columns: Sequence[str] | None) -> tuple[str, ...] | None:
+def convert_columns(
+    columns: Sequence[str] | None, argument: str = "columns"
+) -> tuple[str, ...] | None:
     """Return the columns that a caller names as a tuple. Raises InputError for a text."""
     if isinstance(columns, str):
-        raise InputError(f"columns={columns!r}", f"columns=[{columns!r}], a list of names")
-    with as_input_error(f"columns={columns!r:.60}", "columns=, a list of names", (TypeError,)):
+        raise InputError(f"{argument}={columns!r}", f"{argument}=[{columns!r}], a list of names")
+    with as_input_error(
+        f"{argument}={columns!r:.60}", f"{argument}=, a list of names", (TypeError,)
+    ):
         return None if columns is None else tuple(columns)
-
-
-def list_names(path: str) -> list[str]:
-    """Return the files that a path, a pattern or a URL names."""
-    if not is_url(path):
-        return list_paths(path)
-    from stepladder.data.readers.remote import list_urls
-
-    return list_urls(path)

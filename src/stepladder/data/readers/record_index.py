@@ -22,14 +22,16 @@ from stepladder.data.readers.files import DataFile, LocalFile, shorten
 INDEX_HEADER = struct.Struct(
     "<16sQ8s"
 )  # what it is, the size of the data file, a checksum of its ends
-INDEX_MAGIC = b"stepladder-idx-1"
+INDEX_MAGIC = b"stepladder-idx-2"
 INDEX_SUFFIX = ".stepladder-index"
 ENDS_BYTES = 4096  # of the first and last bytes of the data file, by which an index belongs to it
 
 FindOffsets = Callable[[DataFile], Iterator[IndexArray]]
 
 
-def load_index(file: DataFile, find_offsets: FindOffsets, beside: bool = False) -> IndexArray:
+def load_index(
+    file: DataFile, find_offsets: FindOffsets, kind: str, beside: bool = False
+) -> IndexArray:
     """Return where the records of a file begin, and where the last one ends; shape (n + 1,).
 
     The index beside the file is taken, or that in the cache; without one it is made. Of several
@@ -39,10 +41,12 @@ def load_index(file: DataFile, find_offsets: FindOffsets, beside: bool = False) 
     Args:
         file: The file.
         find_offsets: Yields the positions of a file, in parts.
+        kind: How it finds them: another text, another index.
         beside: Whether a new index is written beside the file, not into the cache.
     """
-    header = make_header(file)
-    path = find_index_path(file.identity)
+    header = make_header(file, kind)
+    identity = f"{kind} {file.identity}"
+    path = find_index_path(identity)
     oldest_ns = 0
     found = None
     if isinstance(file, LocalFile):
@@ -55,7 +59,7 @@ def load_index(file: DataFile, find_offsets: FindOffsets, beside: bool = False) 
         found = map_or_write(
             path,
             header,
-            file.identity,
+            identity,
             lambda: find_offsets(file),
             f"{file.name} is read once, to find where its records begin",
             oldest_ns,
@@ -107,11 +111,13 @@ def map_or_write(
     return found
 
 
-def make_header(file: DataFile) -> bytes:
-    """Return the first bytes of the index of a file."""
+def make_header(file: DataFile, kind: str) -> bytes:
+    """Return the first bytes of the index of a kind of a file."""
     head = file.read(0, min(ENDS_BYTES, file.size))
     tail = file.read(max(0, file.size - ENDS_BYTES), file.size)
-    return INDEX_HEADER.pack(INDEX_MAGIC, file.size, xxhash.xxh64_digest(head + tail))
+    return INDEX_HEADER.pack(
+        INDEX_MAGIC, file.size, xxhash.xxh64_digest(kind.encode() + head + tail)
+    )
 
 
 def map_index(path: Path, header: bytes, oldest_ns: int = 0) -> IndexArray | None:

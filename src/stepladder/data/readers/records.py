@@ -72,6 +72,9 @@ class IndexedFiles:
         find_offsets: Finds the offsets of a file, to make its index.
     """
 
+    # The name of the format.
+    name: str
+
     def __init__(
         self, files: list[DataFile], find_offsets: FindOffsets, options: OpenOptions
     ) -> None:
@@ -85,12 +88,18 @@ class IndexedFiles:
         self.lengths: dict[int, int] = {}
 
     def _load(self, number: int) -> IndexArray:
-        offsets = load_index(self.files[number], self.find_offsets, self.writes_beside_files)
+        file = self.files[number]
+        kind = self.get_index_kind(file)
+        offsets = load_index(file, self.find_offsets, kind, self.writes_beside_files)
         # The cache of `get_offsets` drops some offsets, and these are loaded once more.
         expected_length = self.lengths.setdefault(number, len(offsets))
         if len(offsets) != expected_length:
-            raise make_change_error(self.files[number].name)
+            raise make_change_error(file.name)
         return offsets
+
+    def get_index_kind(self, file: DataFile) -> str:
+        """Return what an index of a file depends on besides the file."""
+        return self.name
 
     def parse_first(self, parse: Callable[[bytes], Sample], count: int) -> list[Sample]:
         """Return the first records, `count` at most, of the first file that has readable ones.
@@ -126,6 +135,7 @@ class RecordSource(FileRows):
         self.first = self._read_samples(self.first_index, None)[0]
         # The columns of a batch.
         self.names = select_columns(options.columns or (), self.first, files[0].name)
+        self.name_set = frozenset(self.names)
         # The columns that are parsed; None for all.
         self.needed = None if options.columns is None else frozenset(self.names)
 
@@ -148,6 +158,11 @@ class RecordSource(FileRows):
         samples = self._read_samples(indices, self.needed)
         if self.decode is not None:
             return collate_decoded(samples, self.decode)
+        for index, sample in zip(indices, samples, strict=True):
+            if problem := self._find_name_problem(sample):
+                file, row = self._find_record(index)
+                hint = f"columns=, names that all records have, or {DECODE_HINT}"
+                raise InputError(f"{file}: record {row} {problem}", hint)
         return self.make_batch(
             {name: self._make_column(name, samples, indices) for name in self.names}
         )
@@ -163,7 +178,9 @@ class RecordSource(FileRows):
             try:
                 sample = self._read_sample(number, row)
                 if self.decode is None:
-                    for name in sample.keys() & self.names:
+                    if problem := self._find_name_problem(sample):
+                        raise ValueError(f"it {problem}")
+                    for name in self.names:
                         self.records.make_column(name, [sample[name]])
             except ValueError as error:
                 yield Damage(self.files[number].name, row, 1, str(error))
@@ -210,17 +227,19 @@ class RecordSource(FileRows):
         data = self.files[number].read(begin, int(offsets[row + 1]))
         return self.records.parse(number, data, None)
 
+    def _find_name_problem(self, sample: Sample) -> str:
+        """Return how the columns of a sample are not those of the first, "" if they are."""
+        if sample.keys() == self.name_set or (self.needed and self.needed <= sample.keys()):
+            return ""
+        missing = self.name_set - sample.keys()
+        if missing:
+            return f"has no {min(missing)}"
+        return f"has {min(sample.keys() - self.name_set)}, and the first record has not"
+
     def _make_column(self, name: str, samples: list[Sample], indices: IndexArray) -> Any:
         """Return one column of samples. An error names a record that is the cause."""
         try:
             return self.records.make_column(name, [sample[name] for sample in samples])
-        except KeyError:
-            without_value = (
-                position for position, sample in enumerate(samples) if name not in sample
-            )
-            file, row = self._find_record(indices[next(without_value)])
-            problem = f"{file}: record {row} has no {name}"
-            raise InputError(problem, f"columns= without it, or {DECODE_HINT}") from None
         except ValueError:
             for index, sample in zip(indices, samples, strict=True):
                 self._validate_value(name, sample, index)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import io
 import math
 import re
+import tarfile
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 
@@ -15,15 +15,12 @@ from stepladder.core.order import IndexArray
 from stepladder.data.formats.arrays import read_npy_header
 from stepladder.data.readers.batches import Sample, decode_image, stack_values
 from stepladder.data.readers.damage import Damage
-from stepladder.data.readers.files import DataFile
+from stepladder.data.readers.files import PIECE_BYTES, DataFile, FileView
 from stepladder.data.readers.json_values import parse_carefully
 from stepladder.data.readers.open_options import OpenOptions
 from stepladder.data.readers.records import IndexedFiles, RecordSource
 
-TAR_BLOCK = 512
-FILE_TYPES = (b"0", b"\0")
-LONG_NAME = b"L"  # of GNU tar: the next member's name
-PAX_HEADER = b"x"  # of POSIX: the next member's attributes
+END_BYTES = 2 * tarfile.BLOCKSIZE  # of zeros
 NUMBER_ENDINGS = ("cls", "cls2", "index", "count", "inx", "id")
 TEXT_ENDINGS = ("txt", "text", "transcript")
 IMAGE_ENDINGS = ("jpg", "jpeg", "png", "webp", "bmp", "ppm")
@@ -40,6 +37,7 @@ class Member(NamedTuple):
         header: Where its first header begins.
         begin: Where its contents begin.
         end: Where they end.
+        next_header: Where the next member begins.
     """
 
     key: str
@@ -47,6 +45,7 @@ class Member(NamedTuple):
     header: int
     begin: int
     end: int
+    next_header: int
 
 
 class TarSamples(IndexedFiles):
@@ -63,12 +62,11 @@ class TarSamples(IndexedFiles):
         Raises:
             ValueError: A header or a field is damaged.
         """
-        view = memoryview(data)
         sample: Sample = {}
-        for member in list_members(view, 0, len(data)):
+        for member in list_members(io.BytesIO(data + bytes(END_BYTES))):
             sample["__key__"] = member.key
             if names is None or member.suffix in names:
-                contents = bytes(view[member.begin : member.end])
+                contents = data[member.begin : member.end]
                 sample[member.suffix] = decode_field(member.suffix, contents)
         return sample
 
@@ -116,19 +114,26 @@ def find_samples(file: DataFile) -> Iterator[IndexArray]:
     """Yield where the samples of a tar file begin, and where the last one ends.
 
     Raises:
-        InputError: The file is damaged or cut; the message has the sample's number.
-    """
+        InputError: The file is damaged or cut, or two samples have one name; the message has the
+            sample's number.
+    """  # noqa: DOC501 - the ValueError becomes an InputError
     starts: list[int] = []
     count = 0
     key = None
+    suffixes: set[str] = set()
     end = 0
+    stream: Any = FileView(file)
     try:
-        for member in list_members(FileBytes(file), 0, file.size):
+        for member in list_members(stream):
             if member.key != key:
                 starts.append(member.header)
                 count += 1
                 key = member.key
-            end = round_up(member.end)
+                suffixes = set()
+            if member.suffix in suffixes:
+                raise ValueError(f"{key}.{member.suffix} is there twice, as of two samples")
+            suffixes.add(member.suffix)
+            end = member.next_header
             if len(starts) >= INDEXED_AT_ONCE:
                 yield np.array(starts, np.int64)
                 starts = []
@@ -137,114 +142,57 @@ def find_samples(file: DataFile) -> Iterator[IndexArray]:
     yield np.array([*starts, end], np.int64)
 
 
-class FileBytes:
-    """The bytes of a file, as slices."""
+def list_members(stream: IO[bytes]) -> Iterator[Member]:
+    """Yield the files of an archive that are fields of samples: a dot is in their names.
 
-    def __init__(self, file: DataFile) -> None:
-        self.file = file
-
-    def __getitem__(self, part: slice) -> bytes:
-        return self.file.read(part.start, min(part.stop, self.file.size))
-
-
-def list_members(data: Any, begin: int, end: int) -> Iterator[Member]:
-    """Yield the files between two positions of a tar file; hidden ones are left out.
+    Names that begin with a dot are not of samples.
 
     Args:
-        data: Bytes, or what gives them for a slice.
-        begin: Where the first header begins.
-        end: Where the bytes end.
+        stream: The archive.
 
     Raises:
-        ValueError: A header is damaged, or contents are cut.
+        ValueError: It is damaged, or has a field that is a link or has holes.
     """
-    first_header = begin
-    attributes: dict[str, str] = {}  # of the next file, where its own header has no room for them
-    while (header := read_header(data, begin, end)) is not None:
-        contents = begin + TAR_BLOCK
-        if header.kind in (LONG_NAME, PAX_HEADER):
-            last = find_end(header.name, contents, header.size, end)
-            attributes |= parse_attributes(header.kind, bytes(data[contents:last]))
-            begin = round_up(last)
-            continue
-        name = attributes.get("path", header.name)
-        last = find_end(name, contents, int(attributes.get("size", header.size)), end)
-        match = KEY.match(name)
-        is_hidden = Path(name).name.startswith("_")
-        if header.kind in FILE_TYPES and match and not is_hidden:
-            yield Member(match[1], match[2].lower(), first_header, contents, last)
-        begin = round_up(last)
-        first_header = begin
-        attributes = {}
+    try:
+        with tarfile.open(fileobj=stream, mode="r:", encoding="utf-8") as archive:
+            while (info := archive.next()) is not None:
+                # A million members would need a gigabyte.
+                archive.members.clear()  # type: ignore[attr-defined]
+                if info.size < 0:  # which would lead back to an earlier header, for ever
+                    raise ValueError(f"{info.name} has {info.size} bytes")
+                match = KEY.match(info.name)
+                if info.isdir() or not match:
+                    continue
+                if not info.isreg() or info.issparse():
+                    raise ValueError(f"{info.name} is a link, or no plain file")
+                begin = info.offset_data
+                yield Member(
+                    match[1],
+                    match[2].lower(),
+                    info.offset,
+                    begin,
+                    begin + info.size,
+                    archive.offset,
+                )
+            validate_end(stream, archive.offset)
+    except (tarfile.TarError, OverflowError) as error:
+        raise ValueError(str(error)) from error
 
 
-class Header(NamedTuple):
-    """The name, the size and the type of a member, as its own header has them."""
+def validate_end(stream: IO[bytes], end: int) -> None:
+    """Validate that an archive ends where no further member was found, which tarfile does not.
 
-    name: str
-    size: int
-    kind: bytes
-
-
-def read_header(data: Any, begin: int, end: int) -> Header | None:
-    """Return the header at a position; None at the end of the archive.
+    Args:
+        stream: The archive.
+        end: Where the last member ends.
 
     Raises:
-        ValueError: It is damaged.
+        ValueError: The two empty blocks that end it are not there, or something follows them.
     """
-    if begin + TAR_BLOCK > end:
-        return None
-    header = bytes(data[begin : begin + TAR_BLOCK])
-    return parse_header(header) if any(header) else None
-
-
-def find_end(name: str, begin: int, size: int, end: int) -> int:
-    """Return where contents end. Raises ValueError if that is not before the end of the file."""
-    if size < 0:  # which would lead back to an earlier header, for ever
-        raise ValueError(f"{name} has {size} bytes")
-    if begin + size > end:
-        raise ValueError(f"the tar file ends within {name}")
-    return begin + size
-
-
-def parse_header(header: bytes) -> Header:
-    """Return the name, the size and the type of a member, whose header has a checksum.
-
-    Raises:
-        ValueError: The header is damaged.
-    """
-    stored = header[148:156].strip(b" \0")
-    if not stored or int(stored, 8) != sum(header) - sum(header[148:156]) + 8 * ord(" "):
-        raise ValueError("a header of the tar file is damaged")
-    name = header[:100].partition(b"\0")[0]
-    if header[257:262] == b"ustar" and header[345] and header[263:265] == b"00":
-        name = header[345:500].partition(b"\0")[0] + b"/" + name
-    if header[124] & 0x80:  # GNU tar's way to write sizes from 8 GB on
-        size = int.from_bytes(header[125:136], "big")
-    else:
-        size = int(header[124:136].strip(b" \0") or b"0", 8)
-    return Header(name.decode(), size, header[156:157])
-
-
-def parse_attributes(kind: bytes, text: bytes) -> dict[str, str]:
-    """Return the attributes of the next member: of a PAX header, lines of `length name=value`.
-
-    Raises:
-        ValueError: They are damaged.
-    """
-    if kind == LONG_NAME:
-        return {"path": text.rstrip(b"\0").decode()}
-    attributes = {}
-    while text:
-        length = int(text.partition(b" ")[0])
-        if not 0 < length <= len(text):
-            raise ValueError("a header of the tar file is damaged")
-        name, _, value = text[:length].partition(b" ")[2].rstrip(b"\n").partition(b"=")
-        attributes[name.decode()] = value.decode()
-        text = text[length:]
-    return attributes
-
-
-def round_up(position: int) -> int:
-    """Return where the next block of a tar file begins."""
-    return -(-position // TAR_BLOCK) * TAR_BLOCK
+    stream.seek(end)
+    blocks = stream.read(END_BYTES)
+    if blocks != bytes(END_BYTES):
+        raise ValueError(f"the tar file has neither a header nor its end at byte {end:,}")
+    while piece := stream.read(PIECE_BYTES):
+        if piece.count(0) != len(piece):
+            raise ValueError(f"more follows after the end of the tar file at byte {end:,}")

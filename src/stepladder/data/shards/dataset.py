@@ -12,6 +12,7 @@ from pathlib import Path
 from stepladder.core.arguments import validate_arguments
 from stepladder.core.errors import InputError
 from stepladder.core.order import Chunks
+from stepladder.data.readers.files import Contents, LocalFile, hash_files
 from stepladder.data.shards.index import read_index
 from stepladder.data.shards.shard import (
     H5_SUFFIXES,
@@ -77,6 +78,13 @@ class Shards:
     def chunk_bytes(self) -> int:
         """The bytes of the largest chunk, uncompressed."""
         return max(shard.chunk_rows for shard in self.shards) * self.row_bytes + self.list_bytes
+
+    @cached_property
+    def contents(self) -> Contents:
+        """The name of each file, and a hash of its contents or of samples of them."""
+        if any(shard.sha256 is None for shard in self.shards):
+            return hash_files([LocalFile(shard.path) for shard in self.shards])
+        return [[str(shard.path), str(shard.sha256)] for shard in self.shards]
 
     @cached_property
     def chunks(self) -> Chunks:

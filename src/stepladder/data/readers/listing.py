@@ -1,0 +1,175 @@
+"""Which files paths name, and which folders hold no single set: nothing is left out unsaid."""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+
+from stepladder.core.errors import InputError, as_input_error
+from stepladder.core.typed_file import parse_json
+from stepladder.data.readers.damage import DAMAGE_HINT
+from stepladder.data.readers.files import DATA_HINT, is_url
+
+SAVED_STATE = "state.json"  # of a folder that Hugging Face's save_to_disk has written
+SPLIT_NAMES = "training|train|testing|test|evaluation|eval|validation|valid|val|dev"
+SPLIT = re.compile(rf"(?<![a-z])(?:{SPLIT_NAMES})(?![a-z])", re.IGNORECASE)
+PARTITION = re.compile(r"(?:^|/)([^/=]+)=[^/]*/")
+# Of files that other programs have not finished, or keep for themselves: Spark, Delta, datasets.
+INTERNAL = re.compile(r"(?:^|/)(?:_|cache-[^/]*$)")
+
+
+def list_names(path: str) -> list[str]:
+    """Return the files that a path, a pattern or a URL names."""
+    if not is_url(path):
+        with as_input_error(f"cannot list {path}", DATA_HINT):
+            return list_paths(path)
+    from stepladder.data.readers.remote import list_urls
+
+    return list_urls(path)
+
+
+def list_paths(path: str) -> list[str]:
+    """Return the local files that a path names, in the order of their names.
+
+    Args:
+        path: A file, a folder, or a pattern.
+
+    Raises:
+        InputError: There is no such file, a pattern matches a folder, or a folder has links that
+            lead nowhere or back to it.
+    """
+    if Path(path).is_dir():
+        return list(walk(path))
+    if Path(path).exists():
+        return [path]
+    names = sorted(glob.glob(path, recursive=True))  # noqa: PTH207 - of an absolute path too
+    if not names:
+        raise InputError(f"there is no {path}", DATA_HINT)
+    folders = [name for name in names if Path(name).is_dir()]
+    if folders and "**" not in path:
+        raise InputError(
+            f"{path} matches the folder {folders[0]}", "** matches files below folders"
+        )
+    return [name for name in names if not Path(name).is_dir()]
+
+
+def walk(folder: str, parents: tuple[str, ...] = ()) -> Iterator[str]:
+    """Yield the files below a folder by name; those whose names begin with a dot are hidden.
+
+    Args:
+        folder: The folder.
+        parents: The real paths of the folders above it.
+
+    Raises:
+        InputError: A link leads nowhere, or to a folder that it is in.
+    """
+    real_path = os.path.realpath(folder)
+    if real_path in parents:
+        raise InputError(f"{folder} is a link to a folder that it is in", DATA_HINT)
+    saved = read_saved_names(Path(folder))
+    if saved is not None:
+        yield from saved
+        return
+    with os.scandir(folder) as iterator:
+        entries = sorted(iterator, key=lambda entry: entry.name)
+    for entry in entries:
+        if entry.name.startswith(".") or entry.name == "__MACOSX":
+            continue
+        if entry.is_symlink() and not Path(entry.path).exists():
+            target = Path(entry.path).readlink()
+            problem = f"{entry.path} is a link to {target}, which is not there"
+            raise InputError(problem, "copy what it leads to, or remove the link")
+        if entry.is_dir():
+            yield from walk(entry.path, (*parents, real_path))
+        else:
+            yield entry.path
+
+
+def read_saved_names(folder: Path) -> list[str] | None:
+    """Return the files that `save_to_disk` has written to a folder, None for another folder.
+
+    Raises:
+        InputError: Its state.json is damaged, or names a file that is not in the folder.
+    """
+    path = folder / SAVED_STATE
+    if not path.is_file():
+        return None
+    with as_input_error(
+        f"{path} cannot be used", DAMAGE_HINT, (ValueError, LookupError, TypeError)
+    ):
+        state = parse_json(path.read_bytes(), dict)
+        if "_data_files" not in state:
+            return None
+        names = [entry["filename"] for entry in state["_data_files"]]
+        files = [str(folder / Path(name).name) for name in names]
+    if any(value for key, value in state.items() if key.startswith("_indices")):
+        raise InputError(f"{path} has an index of rows", "flatten_indices() before save_to_disk()")
+    for file in files:
+        if not Path(file).is_file():
+            raise InputError(f"{path} names {file}, which is not there", DAMAGE_HINT)
+    return files
+
+
+def validate_distinct(names: list[str]) -> None:
+    """Raise InputError if two names are links to one file: its samples would be read twice."""
+    name_by_path: dict[str, str] = {}
+    resolve_folder = lru_cache(maxsize=1024)(os.path.realpath)
+    for name in names:
+        path = name
+        if not is_url(name):
+            folder, base_name = os.path.split(name)
+            path = f"{resolve_folder(folder)}/{base_name}"
+            if os.path.islink(path):  # noqa: PTH114 - of a million images a Path takes seconds
+                path = os.path.realpath(path)
+        if path in name_by_path:
+            raise InputError(
+                f"{name_by_path[path]} and {name} are one file: its samples would be read twice",
+                "one of them; Mixture([data], passes=[2]) reads data twice on purpose",
+            )
+        name_by_path[path] = name
+
+
+def is_folder(path: str) -> bool:
+    """Return whether a path is a local folder, or the URL of one."""
+    return path.endswith("/") if is_url(path) else Path(path).is_dir()
+
+
+def relate(names: list[str], folder: str) -> list[str]:
+    """Return the names below a folder, relative to it."""
+    base = folder.rstrip("/") + "/"
+    return [name.removeprefix(base) for name in names if name.startswith(base)]
+
+
+def validate_one_set(folder: str, names: list[str]) -> None:
+    """Validate that the names below a folder tell of one set of samples, all of which are read.
+
+    Args:
+        folder: The folder.
+        names: Files or folders in it, relative to it.
+
+    Raises:
+        InputError: They tell of several splits, of a column, or of files that are not finished.
+    """
+    splits: dict[str, str] = {}
+    for name in names:
+        if INTERNAL.search(name):
+            raise InputError(
+                f"{name} in {folder} has the name of an unfinished or internal file",
+                "a pattern of the files to read, such as 'data/*.parquet'",
+            )
+        if partition := PARTITION.search(name):
+            raise InputError(
+                f"{folder} is partitioned by {partition[1]}, which only the names of folders tell",
+                "a pattern such as 'data/**/*.parquet' reads the files without that column",
+            )
+        if split := SPLIT.search(name):
+            splits.setdefault(split[0].lower(), name)
+    if len(splits) > 1:
+        raise InputError(
+            f"{folder} holds several splits: {', '.join(splits.values())}",
+            "the folder or a pattern of one split, such as 'data/train*'; or a list of them",
+        )

@@ -1,0 +1,641 @@
+"""Files as an adversary would give them: each has the right rows, or is refused in one line."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import json
+import lzma
+import os
+import tarfile
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from PIL import Image
+
+from data_files import write_mds
+from stepladder import InputError, Loader, open_data
+from stepladder.data.table import Ragged
+
+Make = Callable[[Path], Any]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+
+
+def files(**contents: str | bytes) -> Make:
+    """Write files, in whose names "__" is a slash and "_dot_" a dot."""
+
+    def make(folder: Path) -> None:
+        for name, content in contents.items():
+            path = folder / name.replace("__", "/").replace("_dot_", ".")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content if isinstance(content, bytes) else content.encode())
+
+    return make
+
+
+def steps(*makes: Make) -> Make:
+    return lambda folder: [make(folder) for make in makes] and None
+
+
+def link(name: str, target: str) -> Make:
+    def make(folder: Path) -> None:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.symlink_to(target)
+
+    return make
+
+
+def csv(text: str | bytes, name: str = "a_dot_csv") -> Make:
+    return files(**{name: text})
+
+
+def jsonl(text: str | bytes) -> Make:
+    return files(a_dot_jsonl=text)
+
+
+def tar(*members: tuple[str, bytes], cut: int | None = None, tail: bytes = b"") -> Make:
+    """Write a tar file.
+
+    Args:
+        members: The names and the contents.
+        cut: How many bytes of the file stay.
+        tail: What follows them.
+    """
+
+    def make(folder: Path) -> None:
+        buffer = io.BytesIO()
+        with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as archive:
+            for name, content in members:
+                info = tarfile.TarInfo(name)
+                info.size = len(content)
+                archive.addfile(info, io.BytesIO(content))
+        (folder / "a.tar").write_bytes(buffer.getvalue()[:cut] + tail)
+
+    return make
+
+
+def tar_link(kind: bytes) -> Make:
+    def make(folder: Path) -> None:
+        with tarfile.open(folder / "a.tar", "w") as archive:
+            archive.addfile(tarfile.TarInfo("0.txt"))
+            info = tarfile.TarInfo("1.txt")
+            info.type = kind
+            info.linkname = "0.txt"
+            archive.addfile(info)
+
+    return make
+
+
+def table(name: str = "a.parquet", **columns: Any) -> Make:
+    def make(folder: Path) -> None:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        pq.write_table(pa.table(columns), path)
+
+    return make
+
+
+def array(value: Any, tail: bytes = b"") -> Make:
+    def make(folder: Path) -> None:
+        with (folder / "a.npy").open("wb") as file:
+            np.save(file, value)
+            file.write(tail)
+
+    return make
+
+
+def image(name: str, mode: str = "RGB", size: tuple[int, int] = (2, 1), **options: Any) -> Make:
+    def make(folder: Path) -> None:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new(mode, size).save(path, **options)
+
+    return make
+
+
+def pages(folder: Path) -> None:
+    """Write an image of two pages."""
+    (folder / "a").mkdir()
+    page = Image.new("RGB", (2, 1))
+    page.save(folder / "a" / "0.tif", save_all=True, append_images=[page])
+
+
+def cut(make: Make, name: str, num_bytes: int) -> Make:
+    """Cut the last bytes of a file."""
+
+    def cut_file(folder: Path) -> None:
+        make(folder)
+        path = folder / name
+        path.write_bytes(path.read_bytes()[:-num_bytes])
+
+    return cut_file
+
+
+def saved(*names: str, listed: tuple[str, ...], **state: Any) -> Make:
+    """Write a folder as save_to_disk does: each file has a row with its number."""
+
+    def make(folder: Path) -> None:
+        for number, name in enumerate(names):
+            rows = pa.table({"x": [number]})
+            with (
+                pa.OSFile(str(folder / name), "wb") as file,
+                pa.ipc.new_stream(file, rows.schema) as out,
+            ):
+                out.write_table(rows)
+        entries = [{"filename": name} for name in listed]
+        (folder / "state.json").write_text(json.dumps({"_data_files": entries, **state}))
+
+    return make
+
+
+def tokens(*values: int, dtype: str = "<u2", tail: bytes = b"") -> Make:
+    return lambda folder: (
+        (folder / "a.bin").write_bytes(np.array(values, dtype).tobytes() + tail) and None
+    )
+
+
+def write_split(folder: Path) -> None:
+    folder.mkdir()
+    write_mds(folder)
+
+
+ONE = '{"x": 1}\n'
+TWO = '{"x": 2}\n'
+SAMPLES = (("0.txt", b"zero"), ("0.cls", b"0"), ("1.txt", b"one"), ("1.cls", b"1"))
+
+# What makes the files, arguments of open_data, and the columns of all rows.
+RIGHT: dict[str, tuple[Make, dict[str, Any], dict[str, list[Any]]]] = {
+    "byte order mark, JSON": (jsonl(b"\xef\xbb\xbf" + ONE.encode()), {}, {"x": [1]}),
+    "byte order mark, CSV": (csv(b"\xef\xbb\xbfx\n1\n"), {}, {"x": [1]}),
+    "carriage returns": (csv("x,y\r\n1,a\r\n"), {}, {"x": [1], "y": ["a"]}),
+    "no line end": (jsonl('{"x": 1}\n{"x": 2}'), {}, {"x": [1, 2]}),
+    "blank lines": (jsonl("\n\n" + ONE + "\r\n\n" + TWO), {}, {"x": [1, 2]}),
+    "not a number": (jsonl('{"x": NaN}\n{"x": 1.5}\n'), {}, {"x": [np.nan, 1.5]}),
+    "a line break in a value": (csv('x,y\n1,"a\nb"\n2,c\n'), {}, {"x": [1, 2], "y": ["a\nb", "c"]}),
+    "a line break in the header": (csv('x,"y\nz"\n1,a\n'), {}, {"x": [1], "y\nz": ["a"]}),
+    "a long field": (csv("x\n" + '"' + "a" * 200_000 + '"\n'), {}, {"x": ["a" * 200_000]}),
+    "leading zeros": (csv("x\n00123\n45\n"), {}, {"x": ["00123", "45"]}),
+    "underscores": (csv("x\n1_000\n"), {}, {"x": ["1_000"]}),
+    "other digits": (csv("x\n٣\n"), {}, {"x": ["٣"]}),
+    "decimal commas": (csv('x,y\n"1,5",2\n'), {}, {"x": ["1,5"], "y": [2]}),
+    "dates": (csv("x\n2024-01-02\n"), {}, {"x": ["2024-01-02"]}),
+    "numbers in many forms": (
+        csv("x\n 1\n+2\n.5\n1e2\nnan\n-inf\n"),
+        {},
+        {"x": [1, 2, 0.5, 100, np.nan, -np.inf]},
+    ),
+    "an empty column": (csv("x,y\n1,\n2,\n"), {}, {"x": [1, 2], "y": ["", ""]}),
+    "the index of pandas": (csv(",x\n0,5\n"), {}, {"": [0], "x": [5]}),
+    "NUL bytes": (csv("x,y\na\0b,1\n"), {}, {"x": ["a\0b"], "y": [1]}),
+    "tabs": (csv("x\ty\n1,5\t2\n", "a_dot_tsv"), {}, {"x": ["1,5"], "y": [2]}),
+    "names for a file without a header": (
+        csv("1,a\n2,b\n"),
+        {"header": ["x", "y"]},
+        {"x": [1, 2], "y": ["a", "b"]},
+    ),
+    "a header of numbers": (csv("0,1\n5,6\n"), {"header": ["0", "1"]}, {"0": [5], "1": [6]}),
+    "upper-case suffix": (files(a_dot_JSONL=ONE), {}, {"x": [1]}),
+    "wrong suffix": (files(a_dot_dat=ONE), {"format": "jsonl"}, {"x": [1]}),
+    "an empty file beside others": (files(a_dot_jsonl="", b_dot_jsonl=ONE), {}, {"x": [1]}),
+    "a readme, checksums and hidden files": (
+        files(
+            README="x",
+            a_dot_jsonl=ONE,
+            _dot_b_dot_jsonl=TWO,
+            LICENSE_dot_md="",
+            a_dot_sha256="",
+            __MACOSX___dot_a_dot_jsonl="x",
+        ),
+        {},
+        {"x": [1]},
+    ),
+    "links, as of a cache": (
+        steps(
+            files(blobs__0a=ONE, blobs__1b=TWO),
+            link("s/a.jsonl", "../blobs/0a"),
+            link("s/b.jsonl", "../blobs/1b"),
+        ),
+        {},
+        {"x": [1, 2]},
+    ),
+    "a link to a folder elsewhere": (
+        steps(files(_dot_store__a_dot_jsonl=ONE), link("now", ".store")),
+        {},
+        {"x": [1]},
+    ),
+    "numbers of files in the order of texts": (
+        files(**{f"{n}_dot_jsonl": f'{{"x": {n}}}\n' for n in (1, 2, 10)}),
+        {},
+        {"x": [1, 10, 2]},
+    ),
+    "a folder as save_to_disk has written it": (
+        saved("old.arrow", "cache-1.arrow", "b.arrow", "a.arrow", listed=("b.arrow", "a.arrow")),
+        {},
+        {"x": [2, 3]},
+    ),
+    "a tar file": (
+        tar(*SAMPLES),
+        {"columns": ["txt", "cls"]},
+        {"txt": ["zero", "one"], "cls": [0, 1]},
+    ),
+    "long names in a tar file": (
+        tar((f"{'é' * 150}/0.cls", b"4")),
+        {"columns": ["cls"]},
+        {"cls": [4]},
+    ),
+    "names with one underscore in a tar file": (
+        tar(("_0.cls", b"4"), ("._0.cls", b"")),
+        {"columns": ["cls"]},
+        {"cls": [4]},
+    ),
+    "nulls among texts": (table(x=["a", None]), {}, {"x": ["a", None]}),
+    "lists of several lengths": (jsonl('{"x": [1]}\n{"x": []}\n'), {}, {"x": [[1], []]}),
+    "nested columns": (table(x=[{"a": 1}]), {}, {"x": [{"a": 1}]}),
+    "a categorical column": (table(x=pa.array(["a"]).dictionary_encode()), {}, {"x": ["a"]}),
+    "an empty array beside others": (
+        lambda folder: [np.save(folder / f"{n}.npy", np.arange(n)) for n in (0, 2)] and None,
+        {},
+        {"array": [0, 1]},
+    ),
+    "images of other modes": (
+        steps(image("a/0.png", "P"), image("b/1.jpg", "CMYK"), image("b/2.PNG", "LA")),
+        {"columns": ["label"]},
+        {"label": [0, 1, 1]},
+    ),
+    "files of a pattern": (
+        files(train_1_dot_jsonl=ONE, test_1_dot_jsonl=TWO),
+        {"path": "train*"},
+        {"x": [1]},
+    ),
+    "splits in a list": (
+        files(train__a_dot_jsonl=ONE, test__a_dot_jsonl=TWO),
+        {"path": ["train", "test"]},
+        {"x": [1, 2]},
+    ),
+    "partitions by a pattern": (
+        steps(table("y=1/a.parquet", x=[1]), table("y=2/a.parquet", x=[2])),
+        {"path": "**/*.parquet"},
+        {"x": [1, 2]},
+    ),
+}
+
+# What makes the files, arguments of open_data, and what the line must hold.
+REFUSED: dict[str, tuple[Make, dict[str, Any], str]] = {
+    "an empty folder": (lambda folder: None, {}, "is of no format"),
+    "an empty file": (jsonl(""), {}, "has no samples"),
+    "an empty CSV file": (csv(""), {}, "its first line has no names"),
+    "an empty tar file": (tar(cut=0), {}, "empty file"),
+    "an empty Parquet file": (files(a_dot_parquet=b""), {}, "cannot use"),
+    "UTF-16": (csv("x\n1\n".encode("utf-16")), {}, "its first line has no names"),
+    "carriage returns alone": (csv("x,y\r1,2\r"), {}, "its first line has no names"),
+    "semicolons": (csv("x;y\n1;2\n"), {}, "'x;y', not several between ','"),
+    "a file without a header": (csv("1,a\n2,b\n"), {}, r"'1', a value and no name.*header="),
+    "a file without a header, equal values": (csv("a,a\nb,c\n"), {}, "2 columns"),
+    "two columns of one name": (csv("x,x\n1,2\n"), {}, "2 columns"),
+    "too many values": (csv("x,y\n1,2\n1,2,3\n"), {}, "record 1: it has 3 values, the header 2"),
+    "too few names": (csv("1,2\n"), {"header": ["x"]}, "it has 2 values, the header 1"),
+    "names in a text": (csv("1,2\n"), {"header": "xy"}, r"header=\['xy'\]"),
+    "a quotation mark that stays open": (csv('x,y\n1,"a\n2,b\n'), {}, "unexpected end of data"),
+    "a later value with leading zeros": (
+        csv("x\n" + "1\n" * 256 + "007\n"),
+        {},
+        "record 256: .*'007' is no number",
+    ),
+    "a later empty value": (csv("x\n" + "1\n" * 256 + '""\n'), {}, "record 256: .*'' is no number"),
+    "a number of 65 bits, CSV": (csv(f"x\n{2**64}\n"), {}, "more than 64 bits"),
+    "a number of 65 bits, JSON": (jsonl(f'{{"x": {2**64}}}\n'), {}, "more than 64 bits"),
+    "other columns in a second CSV file": (
+        files(a_dot_csv="x,y\n1,2\n", b_dot_csv="y,x\n1,2\n"),
+        {},
+        "b.csv has other columns",
+    ),
+    "rows that are lists": (jsonl("[1]\n"), {}, "it is no JSON object"),
+    "a JSON file of several lines": (jsonl('{\n"x": 1\n}\n'), {}, "record 0"),
+    "a later key": (jsonl(ONE + '{"x": 1, "y": 2}\n'), {}, "record 1 has y, and the first"),
+    "a missing key": (jsonl(ONE + '{"y": 2}\n'), {}, "record 1 has no x"),
+    "a null among numbers": (jsonl(ONE + '{"x": null}\n'), {}, "column x has an empty value"),
+    "a cut line": (jsonl(ONE + '{"x": 1'), {}, "record 1"),
+    "a compressed file beside others": (
+        files(a_dot_jsonl=ONE, b_dot_jsonl_dot_gz=gzip.compress(TWO.encode())),
+        {},
+        "b.jsonl.gz is no file of jsonl.*gzip",
+    ),
+    "gzip": (files(a_dot_jsonl_dot_gz=gzip.compress(b"{}")), {}, "is compressed"),
+    "xz": (files(a_dot_csv_dot_xz=lzma.compress(b"{}")), {}, "is compressed"),
+    "bzip2 twice": (files(a_dot_csv_dot_bz2_dot_bz2=bz2.compress(b"")), {}, "is compressed"),
+    "gzip with a wrong suffix": (jsonl(gzip.compress(ONE.encode())), {}, "record 0"),
+    "a compressed tar file": (files(a_dot_tar=gzip.compress(b"")), {}, "a.tar: record 0"),
+    "a file of another format beside others": (
+        files(a_dot_jsonl=ONE, b_dot_csv="x\n1\n"),
+        {},
+        "is no file of ",
+    ),
+    "a file of an unknown format beside others": (
+        files(a_dot_jsonl=ONE, b_dot_h5="x"),
+        {},
+        "b.h5 is no file of jsonl",
+    ),
+    "a link that leads nowhere": (
+        steps(files(a_dot_jsonl=ONE), link("b.jsonl", "gone")),
+        {},
+        "b.jsonl is a link to gone, which is not there",
+    ),
+    "a loop of links": (
+        steps(files(d__a_dot_jsonl=ONE), link("d/loop", "..")),
+        {},
+        "d/loop is a link to a folder that it is in",
+    ),
+    "a link to itself": (
+        steps(files(a_dot_jsonl=ONE), link("b.jsonl", "b.jsonl")),
+        {},
+        "which is not there",
+    ),
+    "two links to one file": (
+        steps(files(a_dot_jsonl=ONE), link("b.jsonl", "a.jsonl")),
+        {},
+        "are one file",
+    ),
+    "one folder by two links": (
+        steps(files(d__a_dot_jsonl=ONE), link("e", "d")),
+        {},
+        "are one file",
+    ),
+    "one file twice": (jsonl(ONE), {"path": ["a.jsonl", "a.jsonl"]}, "are one file"),
+    "a pattern that matches a folder": (
+        files(a_dot_jsonl=ONE, d__b_dot_jsonl=TWO),
+        {"path": "*"},
+        r"matches the folder .*\*\*",
+    ),
+    "a pipe": (
+        steps(files(a_dot_jsonl=ONE), lambda folder: os.mkfifo(folder / "b.jsonl")),
+        {},
+        "it is not a file",
+    ),
+    "a device": (jsonl(ONE), {"path": "/dev/zero", "format": "jsonl"}, "it is not a file"),
+    "folders of splits": (
+        files(train__a_dot_jsonl=ONE, test__a_dot_jsonl=TWO),
+        {},
+        "several splits: test/a.jsonl, train/a.jsonl",
+    ),
+    "files of splits": (files(train_0_dot_jsonl=ONE, val_0_dot_jsonl=TWO), {}, "several splits"),
+    "splits of images": (
+        steps(image("train/a/0.png"), image("val/a/0.png")),
+        {},
+        "several splits: train/, val/",
+    ),
+    "splits of MDS": (
+        lambda folder: [write_split(folder / name) for name in ("train", "test")] and None,
+        {},
+        "several splits: test/index.json, train/index.json",
+    ),
+    "partitions": (table("year=2024/a.parquet", x=[1]), {}, "is partitioned by year"),
+    "unfinished files": (
+        steps(table("a.parquet", x=[1]), table("_temporary/b.parquet", x=[1])),
+        {},
+        "unfinished or internal",
+    ),
+    "a file of save_to_disk that is gone": (
+        saved("a.arrow", listed=("a.arrow", "b.arrow")),
+        {},
+        "b.arrow, which is not there",
+    ),
+    "save_to_disk with an index of rows": (
+        saved("a.arrow", listed=("a.arrow",), _indices_data_files=[{"filename": "i.arrow"}]),
+        {},
+        "has an index of rows",
+    ),
+    "a damaged state.json": (
+        steps(saved("a.arrow", listed=()), files(state_dot_json="{")),
+        {},
+        "state.json cannot be used",
+    ),
+    "two samples of one key": (
+        tar(("0.txt", b"a"), ("0.cls", b"1"), ("0.txt", b"b"), ("0.cls", b"2")),
+        {},
+        "0.txt is there twice",
+    ),
+    "suffixes that differ in case": (tar(("0.txt", b"a"), ("0.TXT", b"b")), {}, "is there twice"),
+    "samples that a sorted tar file has torn": (
+        tar(("0.cls", b"1"), ("1.cls", b"1"), ("0.txt", b"a"), ("1.txt", b"b")),
+        {},
+        "record 2 has no cls",
+    ),
+    "a tar file without its end": (tar(*SAMPLES, cut=8 * 512), {}, "nor its end at byte 4,096"),
+    "a tar file with half its end": (tar(*SAMPLES, cut=9 * 512), {}, "nor its end at byte 4,096"),
+    "a tar file that ends in a header": (
+        tar(*SAMPLES, cut=6 * 512 + 100),
+        {},
+        "nor its end at byte",
+    ),
+    "a tar file that ends in contents": (
+        tar(("0.txt", b"a" * 900), cut=1024),
+        {},
+        "unexpected end",
+    ),
+    "two tar files in one": (tar(*SAMPLES, tail=b"x" * 512), {}, "more follows after the end"),
+    "a damaged header": (
+        tar(*SAMPLES[:2], cut=4 * 512, tail=b"x" * 1024),
+        {},
+        "nor its end at byte",
+    ),
+    "a hard link in a tar file": (tar_link(tarfile.LNKTYPE), {}, "1.txt is a link"),
+    "a symbolic link in a tar file": (tar_link(tarfile.SYMTYPE), {}, "1.txt is a link"),
+    "other columns in a second Parquet file": (
+        steps(table("a.parquet", x=[1]), table("b.parquet", x=[1.5])),
+        {},
+        "b.parquet has other columns",
+    ),
+    "a cut Parquet file": (cut(table(x=[1]), "a.parquet", 4), {}, "cannot use"),
+    "nulls among whole numbers": (table(x=[1, None]), {}, "x"),
+    "Arrow without its end": (
+        cut(saved("a.arrow", listed=("a.arrow",)), "a.arrow", 60),
+        {},
+        "cannot be used",
+    ),
+    "big-endian numbers": (array(np.arange(3, dtype=">i8")), {}, "holds >i8"),
+    "objects": (array(np.array([{}], object)), {}, "holds object"),
+    "columns first": (array(np.asfortranarray(np.ones((2, 3)))), {}, "holds float64"),
+    "no rows": (array(np.array(3)), {}, "holds int64"),
+    "a cut array": (cut(array(np.arange(9)), "a.npy", 8), {}, "the file ends before"),
+    "two arrays in one file": (array(np.arange(9), b"\x93NUMPY"), {}, "6 bytes follow"),
+    "half a token": (tokens(1, 2, 3, tail=b"x"), {"block": 1}, "1 bytes follow"),
+    "tokens of 32 bits": (tokens(*range(1, 200), dtype="<u4"), {"block": 4}, 'dtype="uint32"'),
+    "an image beside the folders": (
+        steps(image("a/0.png"), image("b/0.png"), image("0.png")),
+        {},
+        "0.png is in no folder of a class",
+    ),
+    "a folder without images": (
+        steps(image("a/0.png"), files(b__notes_dot_txt="")),
+        {},
+        "b is a folder without images",
+    ),
+    "an image that is not read": (
+        steps(image("a/0.png"), files(a__1_dot_heic="")),
+        {},
+        "1.heic is no file of images",
+    ),
+    "captions beside images": (
+        steps(image("a/0.png"), image("a/1.png"), files(metadata_dot_jsonl=ONE)),
+        {},
+        "metadata.jsonl is no file of images",
+    ),
+    "a cut image": (cut(image("a/0.png", size=(64, 64)), "a/0.png", 40), {}, "no image"),
+    "an image of 16 bits": (image("a/0.png", "I;16"), {}, "I;16"),
+    "an image of two pages": (pages, {}, "2 pages"),
+    "an MDS shard that is gone": (
+        lambda folder: write_mds(folder) or (folder / "shard.00001.mds").unlink(),
+        {},
+        "shard.00001.mds",
+    ),
+    "a cut MDS shard": (cut(write_mds, "shard.00001.mds", 9), {}, "shard.00001.mds"),
+}
+
+
+def read_all(folder: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return all rows, each read with its neighbour."""
+    monkeypatch.chdir(folder)
+    options = dict(options)
+    source = open_data(options.pop("path", str(folder)), **options)
+    return source, source.read(np.arange(len(source)))
+
+
+def to_list(column: Any) -> list[Any]:
+    if isinstance(column, Ragged):
+        edges = np.asarray(column.offsets).tolist()
+        return [np.asarray(column.values)[lo:hi].tolist() for lo, hi in pairwise(edges)]
+    if isinstance(column, (np.ndarray, torch.Tensor)):
+        return list(column.tolist())
+    return list(column)
+
+
+@pytest.mark.parametrize("kind", RIGHT)
+def test_a_kind_of_files_has_the_right_rows(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, options, expected = RIGHT[kind]
+    make(tmp_path)
+    for _ in range(2):  # with the index that the first one has made
+        source, batch = read_all(tmp_path, options, monkeypatch)
+        columns = batch
+        if isinstance(batch, list):
+            columns = dict(zip(expected, batch, strict=True))
+        values = {name: to_list(column) for name, column in columns.items() if name != "__key__"}
+        np.testing.assert_equal(values, expected)
+        assert list(source.find_damage()) == []
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_kind_of_files_is_refused_in_one_line(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, options, message = REFUSED[kind]
+    make(tmp_path)
+    with pytest.raises(InputError, match=message) as error:
+        read_all(tmp_path, options, monkeypatch)
+    assert "\n" not in str(error.value)
+
+
+# -- the same files as those that a state or a run was begun with ----------------------------------
+
+
+def make_loader(folder: Path) -> Loader:
+    return Loader(open_data(folder, columns=["x"]), global_batch=2)
+
+
+def write_two(folder: Path, second: int = 3) -> None:
+    folder.mkdir(exist_ok=True)
+    files(a_dot_jsonl=ONE + TWO, b_dot_jsonl=ONE + f'{{"x": {second}}}\n')(folder)
+
+
+def test_a_state_is_of_the_contents_of_files(tmp_path: Path) -> None:
+    write_two(tmp_path / "data")
+    loader = make_loader(tmp_path / "data")
+    next(iter(loader))
+    state = json.loads(json.dumps(loader.state_dict()))
+    loader.close()
+    (tmp_path / "data").rename(tmp_path / "moved")
+    make_loader(tmp_path / "moved").load_state_dict(state)
+    write_two(tmp_path / "moved", second=4)
+    with pytest.raises(InputError, match=r"b\.jsonl has other contents than the Loader"):
+        make_loader(tmp_path / "moved").load_state_dict(state)
+    (tmp_path / "moved" / "b.jsonl").unlink()
+    (tmp_path / "moved" / "a.jsonl").write_text((ONE + TWO) * 2)
+    with pytest.raises(InputError, match="the Loader's state has 2 files of data, now 1"):
+        make_loader(tmp_path / "moved").load_state_dict(
+            state | make_loader(tmp_path / "moved").state_dict() | {"files": state["files"]}
+        )
+
+
+def test_a_state_of_images_is_of_their_names_and_contents(tmp_path: Path) -> None:
+    image("a/0.png")(tmp_path)
+    image("b/0.png")(tmp_path)
+    state = Loader(open_data(tmp_path, columns=["label"]), 2).state_dict()
+    image("b/0.png", size=(1, 2))(tmp_path)
+    with pytest.raises(InputError, match=r"b/0\.png has other contents"):
+        Loader(open_data(tmp_path, columns=["label"]), 2).load_state_dict(state)
+
+
+def test_large_files_are_known_again_by_samples(tmp_path: Path) -> None:
+    path = tmp_path / "a.npy"
+    numbers = np.arange(1 << 19)
+    np.save(path, numbers)
+    before = open_data(path).contents
+    numbers[0] += 1
+    np.save(path, numbers)
+    assert open_data(path).contents != before
+
+
+def test_names_that_are_no_text_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (b"\xff.jsonl", b"\xfe.jsonl"):
+        (tmp_path / os.fsdecode(name)).write_text(ONE)
+    source, batch = read_all(tmp_path, {}, monkeypatch)
+    assert batch["x"].tolist() == [1, 1]
+    assert source.fingerprint
+    state = Loader(source, 2).state_dict()
+    Loader(open_data(tmp_path), 2).load_state_dict(json.loads(json.dumps(state)))
+
+
+def test_images_whose_names_are_no_text_are_read(tmp_path: Path) -> None:
+    folder = tmp_path / os.fsdecode(b"\xff")
+    folder.mkdir()
+    Image.new("RGB", (2, 1)).save(folder / "0.png")
+    assert open_data(tmp_path).read(np.arange(1))["image"].shape == (1, 1, 2, 3)
+
+
+def test_an_index_belongs_to_the_way_in_which_a_file_is_read(tmp_path: Path) -> None:
+    """The same lines are rows of JSON, and of CSV with and without a header."""
+    path = tmp_path / "a.csv"
+    path.write_text("x\n1\n2\n")
+    assert len(open_data(path)) == 2
+    assert len(open_data(path, header=["y"])) == 3
+    path.write_text('{"x": 1}\n{"x": 2}\n')
+    assert len(open_data(path, format="jsonl")) == 2
+    assert len(open_data(path)) == 1
+
+
+def test_columns_in_another_order_are_seen_with_an_index(tmp_path: Path) -> None:
+    files(a_dot_csv="x,y\n1,2\n", b_dot_csv="y,x\n1,2\n")(tmp_path)
+    for name in ("a.csv", "b.csv"):
+        open_data(tmp_path / name)
+    with pytest.raises(InputError, match="other columns"):
+        open_data(tmp_path)
+
+
+def test_a_check_finds_records_that_a_training_would_refuse(tmp_path: Path) -> None:
+    jsonl(ONE + '{"y": 1}\n{"x": 1, "y": 2}\n')(tmp_path)
+    reasons = [damage.reason for damage in open_data(tmp_path).find_damage()]
+    assert reasons == ["it has no x", "it has y, and the first record has not"]
