@@ -222,6 +222,11 @@ RIGHT: dict[str, tuple[Make, dict[str, Any], dict[str, list[Any]]]] = {
         {},
         {"x": [1]},
     ),
+    "notes of other programs": (
+        steps(table(x=[1]), files(_SUCCESS="", _metadata="", _dot_DS_Store="x")),
+        {},
+        {"x": [1]},
+    ),
     "links, as of a cache": (
         steps(
             files(blobs__0a=ONE, blobs__1b=TWO),
@@ -315,6 +320,14 @@ REFUSED: dict[str, tuple[Make, dict[str, Any], str]] = {
         "record 256: .*'007' is no number",
     ),
     "a later empty value": (csv("x\n" + "1\n" * 256 + '""\n'), {}, "record 256: .*'' is no number"),
+    "a number too large for float32, CSV": (csv("x\n1e39\n"), {}, "or of float32"),
+    "a number too large for float32, JSON": (jsonl('{"x": 1e39}\n'), {}, "or of float32"),
+    "two values of one name": (jsonl('{"x": 1, "x": 2}\n'), {}, "two values have the same name"),
+    "a table of Delta": (
+        steps(table(x=[1]), files(_delta_log__0_dot_json="{}")),
+        {},
+        "_delta_log/0.json in .* unfinished or internal",
+    ),
     "a number of 65 bits, CSV": (csv(f"x\n{2**64}\n"), {}, "more than 64 bits"),
     "a number of 65 bits, JSON": (jsonl(f'{{"x": {2**64}}}\n'), {}, "more than 64 bits"),
     "other columns in a second CSV file": (

@@ -44,6 +44,34 @@ def parse_object(data: bytes) -> Sample:
     return value
 
 
+def parse_unique(data: bytes) -> Sample:
+    """Return the JSON object of a record, as `parse_object` does.
+
+    Raises:
+        ValueError: It is none.
+        LookupError: It has two values of one name, or an object in it has.
+    """
+    sample = parse_object(data)
+    json.loads(data, object_pairs_hook=validate_unique)
+    return sample
+
+
+def validate_unique(pairs: list[tuple[str, Any]]) -> None:
+    """Raise LookupError if two of the pairs have the same name."""
+    names = [name for name, _ in pairs]
+    if len(set(names)) < len(names):
+        raise LookupError(f"two values have the same name, of {', '.join(names)}")
+
+
+def round_to_float32(numbers: list[Any]) -> np.ndarray:
+    """Return numbers as float32. Raises OverflowError if one of them would become infinite."""
+    with np.errstate(over="raise"):
+        try:
+            return np.asarray(numbers, np.float64).astype(np.float32)
+        except FloatingPointError as error:
+            raise OverflowError("too large for float32") from error
+
+
 def parse_carefully(data: bytes) -> Any:
     """Return a JSON value as Python's json reads it: NaN is valid, and errors name the position."""
     try:
@@ -119,7 +147,7 @@ class ValueType:
                 return self._join_lists(values)
             return self._stack_lists(values)
         except OverflowError as error:
-            raise ValueError(f"{name} has a number of more than 64 bits") from error
+            raise ValueError(f"{name} has a number of more than 64 bits, or of float32") from error
         except ValueError as error:
             raise ValueError(f"{name} has another type than in the first records") from error
 
@@ -127,8 +155,9 @@ class ValueType:
         allowed = {float, int} if self.kind is float else {self.kind}
         if not allowed.issuperset(map(type, values)):
             raise ValueError(f"no {self.kind.__name__}")
-        dtypes = {float: np.float32, int: np.int64, bool: np.bool_}
-        return np.asarray(values, dtypes[self.kind])
+        if self.kind is float:
+            return round_to_float32(values)
+        return np.asarray(values, np.int64 if self.kind is int else np.bool_)
 
     def _stack_lists(self, values: list[Any]) -> np.ndarray:
         lists = values

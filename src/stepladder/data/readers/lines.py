@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from stepladder.core.errors import InputError
+from stepladder.core.errors import InputError, as_input_error
 from stepladder.core.order import IndexArray
 from stepladder.data.readers.batches import Sample
 from stepladder.data.readers.files import DataFile
@@ -23,6 +23,8 @@ from stepladder.data.readers.json_values import (
     is_value,
     parse_numbers,
     parse_object,
+    parse_unique,
+    round_to_float32,
 )
 from stepladder.data.readers.open_options import OpenOptions
 from stepladder.data.readers.records import IndexedFiles, RecordSource
@@ -77,8 +79,10 @@ class JsonLines(IndexedFiles):
         super().__init__(files, lambda file: find_lines(file, has_quotes=False), options)
         # The type of each column, by the first records.
         self.types: dict[str, ValueType] = {}
+        hint = "another name for each value; JSON readers take one of them"
+        with as_input_error(f"a record of {files[0].name}", hint, (LookupError,)):
+            first = self.parse_first(parse_unique, TYPED_RECORDS)
         if options.decode is None:  # which takes values as they are
-            first = self.parse_first(parse_object, TYPED_RECORDS)
             self.types = {name: find_value_type(first, name) for name in collect_names(first)}
 
     def parse(self, number: int, data: bytes, names: frozenset[str] | None) -> Sample:
@@ -147,10 +151,10 @@ class CsvLines(IndexedFiles):
         if kind is str:
             return values
         try:
-            dtype = np.float32 if kind is float else np.int64
-            return np.asarray(parse_numbers(values, kind), dtype)
+            numbers = parse_numbers(values, kind)
+            return round_to_float32(numbers) if kind is float else np.asarray(numbers, np.int64)
         except OverflowError as error:
-            raise ValueError(f"{name} has a number of more than 64 bits") from error
+            raise ValueError(f"{name} has a number of more than 64 bits, or of float32") from error
 
     def _split(self, data: bytes) -> list[str]:
         """Return the values of a line, which may have line breaks between quotation marks."""

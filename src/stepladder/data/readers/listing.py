@@ -15,11 +15,11 @@ from stepladder.data.readers.damage import DAMAGE_HINT
 from stepladder.data.readers.files import DATA_HINT, is_url
 
 SAVED_STATE = "state.json"  # of a folder that Hugging Face's save_to_disk has written
-SPLIT_NAMES = "training|train|testing|test|evaluation|eval|validation|valid|val|dev"
+SPLIT_NAMES = "trainval|training|train|testing|test|evaluation|eval|validation|valid|val|dev"
 SPLIT = re.compile(rf"(?<![a-z])(?:{SPLIT_NAMES})(?![a-z])", re.IGNORECASE)
 PARTITION = re.compile(r"(?:^|/)([^/=]+)=[^/]*/")
 # Of files that other programs have not finished, or keep for themselves: Spark, Delta, datasets.
-INTERNAL = re.compile(r"(?:^|/)(?:_|cache-[^/]*$)")
+INTERNAL = re.compile(r"(?:^|/)(?:_[^/]*[./]|cache-[^/]*$)")
 
 
 def list_names(path: str) -> list[str]:
@@ -144,6 +144,23 @@ def relate(names: list[str], folder: str) -> list[str]:
     return [name.removeprefix(base) for name in names if name.startswith(base)]
 
 
+def validate_finished(folder: str, names: list[str]) -> None:
+    """Validate that a folder is no table of which another program knows the files that count.
+
+    Args:
+        folder: The folder.
+        names: All files in it, relative to it.
+
+    Raises:
+        InputError: One has the name of an internal file, or is in such a folder.
+    """
+    for name in filter(INTERNAL.search, names):
+        raise InputError(
+            f"{name} in {folder} has the name of an unfinished or internal file",
+            "a pattern of the files to read, such as 'data/*.parquet'",
+        )
+
+
 def validate_one_set(folder: str, names: list[str]) -> None:
     """Validate that the names below a folder tell of one set of samples, all of which are read.
 
@@ -152,15 +169,10 @@ def validate_one_set(folder: str, names: list[str]) -> None:
         names: Files or folders in it, relative to it.
 
     Raises:
-        InputError: They tell of several splits, of a column, or of files that are not finished.
+        InputError: They tell of several splits, or of a column.
     """
     splits: dict[str, str] = {}
     for name in names:
-        if INTERNAL.search(name):
-            raise InputError(
-                f"{name} in {folder} has the name of an unfinished or internal file",
-                "a pattern of the files to read, such as 'data/*.parquet'",
-            )
         if partition := PARTITION.search(name):
             raise InputError(
                 f"{folder} is partitioned by {partition[1]}, which only the names of folders tell",

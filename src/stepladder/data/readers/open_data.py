@@ -20,6 +20,7 @@ from stepladder.data.readers.listing import (
     list_names,
     relate,
     validate_distinct,
+    validate_finished,
     validate_one_set,
 )
 from stepladder.data.readers.mds import MDS_INDEX, open_mds
@@ -186,10 +187,12 @@ def open_named(paths: list[str], format: str | None, options: OpenOptions) -> Op
     if not names:
         raise InputError(f"{paths[0]} holds no files", DATA_HINT)
     validate_distinct(names)
+    for path in filter(is_folder, paths):
+        validate_finished(path, relate(listed, path))
+        if chosen != IMAGE_FOLDER:  # whose own names say nothing
+            validate_one_set(path, relate(names, path))
     if chosen == IMAGE_FOLDER:
         return open_images(paths, names, options, format is not None)
-    for path in filter(is_folder, paths):
-        validate_one_set(path, relate(names, path))
     if chosen == MDS:
         return open_mds([name.removesuffix(MDS_INDEX) or "." for name in names], options)
     return open_files(FORMATS[chosen], [options.open_file(name) for name in names], options)
