@@ -45,10 +45,13 @@ def parse_object(data: bytes) -> Sample:
 
 
 def parse_unique(data: bytes) -> Sample:
-    """Return the JSON object of a record, as `parse_object` does.
+    """Return the JSON object that a record is, as `parse_object` does.
+
+    Args:
+        data: The record.
 
     Raises:
-        ValueError: It is none.
+        ValueError: It is no JSON object.
         LookupError: It has two values of one name, or an object in it has.
     """
     sample = parse_object(data)
