@@ -18,7 +18,7 @@ from stepladder.data.table import Ragged
 
 DecodeJson = Callable[[bytes | str], Any]
 # Numbers as all programs write them: no leading zeros, no underscores, no digits of other scripts.
-NUMBER = re.compile(
+PLAIN_NUMBER = re.compile(
     r"\s*[-+]?(?:(?:(?:0|[1-9][0-9]*)(?:\.[0-9]*)?|\.[0-9]+)(?:e[-+]?[0-9]+)?|nan|inf|infinity)\s*",
     re.IGNORECASE,
 )
@@ -105,7 +105,7 @@ def parse_numbers(texts: list[str], kind: Callable[[str], Any]) -> list[Any]:
         if len(numbers) == len(texts) and allowed.issuperset(map(type, numbers)):
             return numbers
     for text in texts:
-        if not NUMBER.fullmatch(text):
+        if not PLAIN_NUMBER.fullmatch(text):
             raise ValueError(f"{text!r:.80} is no number")
     return [kind(text) for text in texts]
 
