@@ -18,9 +18,11 @@ from stepladder.core.errors import InputError
 from stepladder.core.plan import Span
 from stepladder.train.batch_reader import BatchReader
 from stepladder.train.fingerprints import fingerprint
+from stepladder.train.generators import seed_generators
 
 # Of a loss that is computed without gradients, for which libraries may have other kernels.
 NO_GRAD_TOLERANCE = 1e-3
+REREAD_SEED = 1
 VERIFY_HINT = "stepladder verify JOB names the cause"
 
 
@@ -64,8 +66,10 @@ class RepeatCheck:
         if self.span is None:
             return
         if not len(self.span):  # an idle pass, which takes part in the gathers
-            self.compute(self.span, self.idle_batch)
+            self._recompute(self.idle_batch)
             return
+        # A source that draws must not draw what it has drawn the first time.
+        seed_generators(REREAD_SEED, self.loss.device)
         batch = self.reader.read(step, self.span)
         if hash_batch(batch) != self.batch_hash:
             raise InputError(
@@ -73,13 +77,24 @@ class RepeatCheck:
                 "draw random numbers in a map-style Dataset, from the default generators;"
                 f" {VERIFY_HINT}",
             )
-        if not self._is_equal(self.compute(self.span, batch).detach()):
+        loss = self._recompute(batch)
+        if loss is not None and not self._is_equal(loss):
             raise InputError(
                 "--sync exact: the same microbatch has another loss when it is computed again, from"
                 " the same weights and seed",
                 "no state between calls, no generator of its own (the default ones are seeded), no"
                 f" time in the loss; {VERIFY_HINT}",
             )
+
+    def _recompute(self, batch: Any) -> Tensor | None:
+        """Return the loss; None if it cannot be computed without gradients."""
+        assert self.span is not None
+        try:
+            return self.compute(self.span, batch).detach()
+        except RuntimeError:  # such as a hook on an activation, or torch.autograd.grad
+            if not self.gathers_weights:
+                raise
+            return None
 
     def _is_equal(self, loss: Tensor) -> bool:
         if self.gathers_weights:

@@ -48,9 +48,11 @@ GLOO: dict[str, Any] = {
 }
 
 # Texts of errors that torch raises in C++, where no frame tells that rows of weights are meant: of
-# Tensor.numpy, of a backward after the weights are freed, of autograd.grad by a weight of which the
-# loss has not used the rows, and of a sparse gradient.
+# an operation on rows and other tensors, of Tensor.numpy, of a backward after the weights are
+# freed, of autograd.grad by a weight of which the loss has not used the rows, and of a sparse
+# gradient.
 NATIVE_ERRORS = (
+    "mixed torch.Tensor and DTensor",
     "tensor subclass",
     "storage of size 0",
     "not have been used in the graph",
