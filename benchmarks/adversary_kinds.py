@@ -8,6 +8,8 @@ from __future__ import annotations
 import itertools
 import math
 import random
+import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -1152,3 +1154,90 @@ def lbfgs() -> Job:
 
 
 # -- what the job keeps for itself -----------------------------------------------------------------
+
+OTHER_LOSS = "another loss"
+
+
+def noisy(draw: Callable[[], float]) -> Job:
+    def loss(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+        return cross_entropy(model, (batch[0] * draw(), batch[1]))
+
+    return job(loss=loss)
+
+
+@kind(refused=OTHER_LOSS)
+def generator_of_numpy_that_the_job_owns() -> Job:
+    return noisy(np.random.default_rng(0).random)
+
+
+@kind(refused=OTHER_LOSS)
+def generator_of_python_that_the_job_owns() -> Job:
+    return noisy(random.Random(0).random)
+
+
+@kind(refused=OTHER_LOSS)
+def generator_of_torch_that_the_job_owns() -> Job:
+    generator = torch.Generator().manual_seed(0)
+    return noisy(lambda: torch.rand((), generator=generator).item())
+
+
+@kind(refused=OTHER_LOSS)
+def loss_of_the_time() -> Job:
+    return noisy(lambda: time.time() % 1)
+
+
+@kind(refused=OTHER_LOSS)
+def counter_in_a_global_variable() -> Job:
+    calls = itertools.count(1)
+    return noisy(lambda: 1 / next(calls))
+
+
+@kind(refused=OTHER_LOSS)
+def queue_of_negatives_in_an_attribute() -> Job:
+    queue: deque[Tensor] = deque(maxlen=4)
+
+    def loss(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+        output = model(batch[0])
+        against = sum((output * old.mean(0)).sum() for old in queue)
+        queue.append(output.detach())
+        return F.cross_entropy(output, batch[1], reduction="sum") + 0.1 * against, len(output)
+
+    return job(loss=loss)
+
+
+@kind(refused=OTHER_LOSS)
+def hidden_state_that_is_carried_over() -> Job:
+    carried = [torch.zeros(1, 16)]
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        z = torch.tanh(self.first(x) + carried[0])
+        carried[0] = z.detach().mean(0, keepdim=True)
+        return self.last(z)
+
+    return job(Of(forward, first=nn.Linear(FEATURES, 16), last=nn.Linear(16, CLASSES)))
+
+
+@kind(refused="other data")
+def generator_that_a_dataset_owns() -> Job:
+    x, y = vectors()
+    generator = np.random.default_rng(0)
+    return job(data=Items(lambda index: (x[index] * generator.random(), y[index])))
+
+
+@kind(refused="other data")
+def generator_that_a_dataset_owns_in_workers() -> Job:
+    x, y = vectors()
+    generator = np.random.default_rng(0)
+    data = Items(lambda index: (x[index] * generator.random(), y[index]))
+    return job(data=data, num_workers=2)
+
+
+@kind()
+def cache_that_changes_nothing() -> Job:
+    means: dict[float, Tensor] = {}
+
+    def loss(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+        mean = means.setdefault(float(batch[0].sum()), batch[0].mean(0))
+        return cross_entropy(model, (batch[0] - mean, batch[1]))
+
+    return job(loss=loss)

@@ -70,8 +70,10 @@ class RepeatCheck:
             return
         # A source that draws must not draw what it has drawn the first time.
         seed_generators(REREAD_SEED, self.loss.device)
-        batch = self.reader.read(step, self.span)
-        if hash_batch(batch) != self.batch_hash:
+        # Twice: a forked worker has drawn what this process draws from its own copy first.
+        batches = [self.reader.read(step, self.span) for _ in range(2)]
+        batch = batches[0]
+        if {hash_batch(each) for each in batches} != {self.batch_hash}:
             raise InputError(
                 "--sync exact: the same samples are other data when they are read again",
                 "draw random numbers in a map-style Dataset, from the default generators;"
