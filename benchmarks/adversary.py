@@ -122,9 +122,9 @@ def train(task: Task, rank: int, world_size: int) -> Outcome:
     torch.manual_seed(0)
     kind = KINDS[task.name]
     values = {"epochs": 3, "global_batch": 24, "shard": task.part.shard, **kind.settings}
-    settings = Settings(task.run_dir, sync="exact", progress=False, **values)
     world = World(rank, world_size, rank, world_size, task.store, "adversary")
     try:
+        settings = Settings(task.run_dir, sync="exact", progress=False, **values)
         job = kind.build()
         if task.part.is_stopped and rank == 0:
             object.__setattr__(job, "loss", stop_at_call(job.loss))
@@ -322,7 +322,7 @@ def write_report(
     """Print the page of all outcomes; with `write`, save it."""
     from adversary_kinds import KINDS
 
-    report = Report(__file__, TITLE, ["stepladder", "torch", "numpy"], "2")
+    report = Report("adversary.py", TITLE, ["stepladder", "torch", "numpy"], "2")
     lines = [
         [name, summarize(outcomes), "no" if problems else "yes"]
         for name, outcomes, problems in rows

@@ -716,7 +716,7 @@ def arrays_of_numpy() -> Job:
     return job(data=tuple(part.numpy() for part in vectors()))
 
 
-@kind(global_batch=5, microbatch=2)
+@kind(global_batch=10, microbatch=2)
 def last_batch_of_one_sample() -> Job:
     return job(on_vectors(nn.BatchNorm1d(16)))
 
@@ -994,7 +994,7 @@ def autocast_to_bf16() -> Job:
     return job(clip_norm=0.5)
 
 
-@kind(precision="fp16")
+@kind(full="fp16", precision="fp16")
 def autocast_to_fp16() -> Job:
     return job(clip_norm=0.5)
 

@@ -198,7 +198,7 @@ def test_pages_are_short() -> None:
         "docs/your-own-job.md": 165,
         "docs/json.md": 275,
     }  # json.md: a table per command
-    limits["CHANGELOG.md"] = 380  # a line per behaviour
+    limits["CHANGELOG.md"] = 400  # a line per behaviour
     for page in PAGES:
         if page.name != "log.md" and page.parent.name != "reference":
             written = re.sub(

@@ -401,6 +401,7 @@ class TrainingLoop:
         with self.phase(FORWARD_PASS), self.autocast, gradients:
             result: Any = loss_function(self.model, batch)
         self.generators.end_pass()
+        self._validate_unchanged()
         total: Tensor = result[0] if isinstance(result, tuple) else result * len(span)
         return total
 
