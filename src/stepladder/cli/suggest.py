@@ -132,7 +132,7 @@ def tell_misplaced_flags(script: Path, args: Iterable[str]) -> None:
     if not flags:
         return
     with suppress(InputError):  # an archive, or no Python: whoever runs it says so
-        text = read_source(script.resolve(), script.parent).text.replace("-", "_")
+        text = read_source(script.resolve(), script.parent).code.replace("-", "_")
         for flag in sorted(flags):
             if flag.strip("-").replace("-", "_") in text:
                 continue

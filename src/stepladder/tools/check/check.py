@@ -12,6 +12,7 @@ from stepladder.core.errors import InputError
 from stepladder.core.process_count import validate_process_count
 from stepladder.core.scratch import temporary_folder
 from stepladder.core.signals import exit_on_signals
+from stepladder.tools.check.events import ModelDivided, OptimizerStep
 from stepladder.tools.check.failure import STOPPED_BY_USER, NotChecked, choose_exit_code
 from stepladder.tools.check.isolation.sandbox import Sandbox, SandboxFolders
 from stepladder.tools.check.isolation.summary import Isolation, blame_refusal, summarize
@@ -32,6 +33,8 @@ from stepladder.tools.check.local_ranks import (
 from stepladder.tools.check.probe_settings import ProbeSettings
 from stepladder.tools.check.rank_processes import RankLaunch, run_ranks
 from stepladder.tools.check.recording import Recording
+from stepladder.tools.check.relations.frozen_runs import FrozenScript, NotComparable
+from stepladder.tools.check.relations.judge import judge
 from stepladder.tools.check.resume import compare_resumed_run
 from stepladder.tools.check.rules.all_rules import (
     add_measured_damage,
@@ -73,6 +76,7 @@ class Request:
         root: The folder that is copied, in place of the working folder.
         resume_args: More arguments for the start that resumes.
         shows_notes: Whether notes are shown that many sound scripts get.
+        relations_only: Whether relations with one process are judged in place of rules.
     """
 
     script: Path
@@ -89,6 +93,7 @@ class Request:
     root: Path | None = None
     resume_args: tuple[str, ...] = ()
     shows_notes: bool = False
+    relations_only: bool = False
 
 
 @dataclass(frozen=True)
@@ -249,7 +254,7 @@ class Check:
         if run.launch.is_alone and len(run.recording.ranks) > 1:
             self.notes.append(MAKES_ITS_RANKS)
         evidence = RunEvidence(run.recording, self.source)
-        findings = apply_rules(evidence)
+        findings = [] if self.request.relations_only else apply_rules(evidence)
         self.preliminary_findings = findings
         if needs_one_node(evidence, run.launch):
             launch = launch_in_new_copy(replace(run.launch, nodes=1), scratch_folder, "one-node")
@@ -257,6 +262,8 @@ class Check:
             findings += hangs_on_one_node(RunEvidence(on_one_node.recording, self.source))
             self.notes.append(RAN_ON_ONE_NODE)
         not_checked = self.reason_not_checked(run, findings)
+        if self.request.relations_only and not not_checked:
+            findings += self.compare_with_one_process(run, evidence, scratch_folder)
         if self.request.resume and not not_checked:
             launch = launch_in_new_copy(run.launch, scratch_folder, "again")
             resume_findings, note = compare_resumed_run(evidence, launch, self.request.resume_args)
@@ -272,6 +279,24 @@ class Check:
             notes=self.notes,
             trains_alone=run.recording.is_single_process and run.has_trained,
         )
+
+    def compare_with_one_process(
+        self, run: ScriptRun, evidence: RunEvidence, scratch_folder: Path
+    ) -> list[Finding]:
+        """Return the relations that do not hold with frozen weights."""
+        ranks = len(run.recording.ranks)
+        has_steps = bool(run.recording.select(OptimizerStep))
+        is_divided = bool(run.recording.select(ModelDivided))
+        if ranks < 2 or self.request.steps or not has_steps or is_divided:
+            return []
+        script = FrozenScript(run.launch, scratch_folder, ranks)
+        try:
+            judgement = judge(script, evidence)
+        except NotComparable as error:
+            self.notes.append(f"not compared with one process: {error}")
+            return []
+        self.notes += judgement.held
+        return drop_suppressed(judgement.findings, self.source)
 
     def make_launch(self, scratch_folder: Path, sandbox: Sandbox) -> RankLaunch:
         """Return how the script is started first."""

@@ -367,6 +367,16 @@ class OptimizerStep(ProbeEvent, kind="step"):
     held: int = 0  # the number of the optimizer's parameters
 
 
+class MeanGradient(ProbeEvent, kind="meangradient"):
+    """The gradients that an optimizer has got in a run with frozen weights, at its end."""
+
+    optimizer: int  # the number of the optimizer
+    steps: int  # how many steps it made
+    rows: float  # how many rows models were called with for these steps
+    sums: dict[str, list[float]]  # by name: elements of the gradients, times the rows of their step
+    squares: float  # the squares of these elements, times the rows of their step, added up
+
+
 class ScheduleStep(ProbeEvent, kind="sched"):
     """A schedule was stepped."""
 

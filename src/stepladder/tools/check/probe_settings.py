@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import asdict, dataclass
+from typing import Literal
 
 PROBE_SETTINGS = "STEPLADDER_CHECK"
 SIMULATED_GPUS = "STEPLADDER_PRETEND_GPUS"
@@ -33,6 +34,7 @@ class ProbeSettings:
         steps: The number of steps of each epoch; 0 for all.
         enough_after_s: The seconds until which more than two epochs are run.
         stop_at_snapshot: Whether ranks wait to be ended after their first snapshot.
+        frozen: Which run with frozen weights this is; empty where weights move.
         mechanism: What protects the files outside the copy.
         writable: The folders that may be written.
     """
@@ -46,6 +48,7 @@ class ProbeSettings:
     steps: int = 0
     enough_after_s: float = 20.0
     stop_at_snapshot: bool = False
+    frozen: Literal["", "plain", "shuffled", "reweighted"] = ""
     mechanism: str = ""
     writable: tuple[str, ...] = ()
 

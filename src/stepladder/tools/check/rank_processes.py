@@ -221,6 +221,51 @@ def run_ranks(
         name: The name of this start, and of the folder of its recordings.
         watch: Called now and then with that folder.
     """
+    return run_together({name: launch}, watch)[name]
+
+
+def run_together(
+    launches: dict[str, RankLaunch], watch: Callable[[Path], None] = lambda _: None
+) -> dict[str, LaunchOutcome]:
+    """Run several starts of the script at once, each until it ends or must be ended.
+
+    Args:
+        launches: How each is started, by its name, which is that of the folder of its recordings.
+        watch: Called now and then with these folders.
+    """
+    processes: Processes = []
+    running: dict[str, RunningRanks] = {}
+    outcomes: dict[str, LaunchOutcome] = {}
+    try:
+        for name, launch in launches.items():
+            launch = with_folder(launch, name)
+            port = find_free_port()
+            count = 1 if launch.is_alone else launch.nproc
+            own = [start_rank(launch, rank, port) for rank in range(count)]
+            processes += own
+            running[name] = RunningRanks(own, launch)
+            running[name].poll()
+        while running:
+            for name, ranks in list(running.items()):
+                if ranks.are_over:
+                    outcomes[name] = ranks.conclude()
+                    processes = [process for process in processes if process not in ranks.processes]
+                    ranks.end()
+                    del running[name]
+                else:
+                    watch(ranks.outcome.folder)
+            if running:
+                time.sleep(POLL_INTERVAL_S)
+            for ranks in running.values():
+                ranks.poll()
+    finally:
+        for process in processes:
+            kill_with_children(process)
+    return {name: outcomes[name] for name in launches}
+
+
+def with_folder(launch: RankLaunch, name: str) -> RankLaunch:
+    """Return a launch with a folder of its own for its recordings."""
     folder = Path(launch.settings.folder) / name
     folder.mkdir()
     settings = replace(
@@ -230,22 +275,7 @@ def run_ranks(
         mechanism=launch.sandbox.mechanism,
         writable=launch.sandbox.writable,
     )
-    launch = replace(launch, settings=settings)
-    port = find_free_port()
-    processes: Processes = []
-    try:
-        for rank in range(1 if launch.is_alone else launch.nproc):
-            processes.append(start_rank(launch, rank, port))
-        ranks = RunningRanks(processes, launch)
-        ranks.poll()
-        while not ranks.are_over:
-            watch(ranks.outcome.folder)
-            time.sleep(POLL_INTERVAL_S)
-            ranks.poll()
-        return ranks.conclude()
-    finally:
-        for process in processes:
-            kill_with_children(process)
+    return replace(launch, settings=settings)
 
 
 def start_rank(launch: RankLaunch, rank: int, port: int) -> subprocess.Popen[bytes]:
@@ -358,6 +388,10 @@ class RunningRanks:
             return self.rest_s > FAILURE_DELAY_S or failed_s > MAX_DELAY_S
         is_at_rest = self.rest_s > HALT_DELAY_S or self.idle_s > MAX_DELAY_S
         return outcome.halted and is_at_rest
+
+    def end(self) -> None:
+        for process in self.processes:
+            kill_with_children(process)
 
     def conclude(self) -> LaunchOutcome:
         """Return the outcome, with the reason why ranks have failed, or do not go on, together."""

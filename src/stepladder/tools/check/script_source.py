@@ -42,6 +42,11 @@ class SourceFile:
     def lines(self) -> list[str]:
         return self.text.splitlines()
 
+    @cached_property
+    def code(self) -> str:
+        """The code alone, in one style: no comment, docstring or string that is never used."""
+        return ast.unparse(WithoutUnusedStrings(self.tree).visit(ast.parse(self.text)))
+
     def line(self, number: int) -> str:
         """Return the text of a line; empty where the file does not have it."""
         if 0 < number <= len(self.lines):
@@ -92,6 +97,34 @@ class SourceFile:
         return self.tree
 
 
+class WithoutUnusedStrings(ast.NodeTransformer):
+    """Empties strings that do nothing: statements of their own, and values of names never read.
+
+    Args:
+        tree: The module.
+    """
+
+    def __init__(self, tree: ast.Module) -> None:
+        names = find_nodes(tree, ast.Name)
+        self.read_names = {node.id for node in names if isinstance(node.ctx, ast.Load)}
+
+    def visit_Expr(self, node: ast.Expr) -> ast.stmt:
+        if isinstance(node.value, ast.Constant | ast.JoinedStr):
+            return ast.copy_location(ast.Pass(), node)
+        self.generic_visit(node)
+        return node
+
+    def visit_Assign(self, node: ast.Assign) -> ast.stmt:
+        is_read = any(
+            not isinstance(target, ast.Name) or target.id in self.read_names
+            for target in node.targets
+        )
+        if not is_read and isinstance(node.value, ast.Constant | ast.JoinedStr):
+            return ast.copy_location(ast.Pass(), node)
+        self.generic_visit(node)
+        return node
+
+
 @dataclass(frozen=True)
 class ScriptSource:
     """The script, and the modules next to it that it imports."""
@@ -99,12 +132,12 @@ class ScriptSource:
     files: tuple[SourceFile, ...]
 
     @cached_property
-    def text(self) -> str:
-        return "\n".join(file.text for file in self.files)
+    def code(self) -> str:
+        return "\n".join(file.code for file in self.files)
 
     def contains(self, *texts: str) -> bool:
-        """Return whether any of these texts is in any file."""
-        return any(text in self.text for text in texts)
+        """Return whether any of these texts is in the code of any file."""
+        return any(text in self.code for text in texts)
 
     def imports(self, *packages: str) -> bool:
         """Return whether any file imports one of these packages, or a part of it."""

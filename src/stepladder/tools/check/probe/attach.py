@@ -16,6 +16,7 @@ from stepladder.rank.torch_fixes_groups import name_groups_in_stacks
 from stepladder.rank.torch_fixes_store import bind_store_to_loopback, keep_stores_of_groups
 from stepladder.tools.check.events import ProcessExit
 from stepladder.tools.check.probe import (
+    frozen,
     hooks_accelerate,
     hooks_comm,
     hooks_data,
@@ -51,6 +52,8 @@ def attach() -> None:
     hooks_statistics.attach()
     hooks_train.attach()
     hooks_wrapper.attach()
+    if current_log().settings.frozen:
+        frozen.attach(current_log().settings.frozen)
     atexit.register(record_exit)
     answer_stack_requests()
     os.register_at_fork(after_in_child=answer_stack_requests)

@@ -53,6 +53,7 @@ class CalledModels(NestingDepth):
         self.names: dict[int, str] = {}  # of parameters, by id
         self.calls = 0
         self.last_evaluated = 0  # the id of the last model, if its call kept no graph
+        self.rows = 0  # with which models were called for a gradient, until they are taken
 
     def register(self, module: Any) -> None:
         """Remember a model, and its parameters by the names that they have without wrappers."""
@@ -71,6 +72,15 @@ class CalledModels(NestingDepth):
         is_first_evaluation = not keeps_graph and self.last_evaluated != id(module)
         self.last_evaluated = 0 if keeps_graph else id(module)
         return is_first_evaluation
+
+    def add_rows(self, rows: int) -> None:
+        self.rows += rows
+
+    def take_rows(self) -> int:
+        """Return the rows of the calls that kept a graph since they were taken last."""
+        rows = self.rows
+        self.rows = 0
+        return rows
 
     def parameters(self) -> Iterator[Any]:
         for model in list(self.models.values()):
@@ -157,6 +167,8 @@ def record_forward(module: Any, args: Any, kwargs: Any) -> None:
         "size": digests.row_count([args, kwargs]),
         "wrapped": kind_of_wrapper(module),
     }
+    if keeps_graph:
+        called_models.add_rows(fields["size"])
     is_recorded_fully = calls <= CALLS_RECORDED_FULLY or calls % CALLS_PER_FULL_RECORD == 0
     if keeps_graph and is_recorded_fully:
         fields["rows"] = digests.row_digests([args, kwargs])[:MAX_RECORDED_ROWS]

@@ -1,0 +1,219 @@
+"""Frozen weights: each optimizer step computes, and then the weights are put back.
+
+What a script shows, and the mean of its gradients, are then functions of the data alone: the batch
+size of a rank, the learning rate and the order of training do not matter. Two runs can be compared
+though they make other steps.
+"""
+
+from __future__ import annotations
+
+import atexit
+import random
+import sys
+import time
+import zlib
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import optimizer as optimizers
+from torch.utils.data import DataLoader
+
+from stepladder.tools.check.events import MeanGradient
+from stepladder.tools.check.probe.hooks_data import CheckIsDone
+from stepladder.tools.check.probe.hooks_model import called_models
+from stepladder.tools.check.probe.hooks_train import (
+    is_inner_step,
+    named_parameters_of,
+    parameters_of,
+    training_tracker,
+)
+from stepladder.tools.check.probe.patching import default_on_error, wrap
+from stepladder.tools.check.probe.probe_log import current_log
+
+MAX_ELEMENTS = 64  # of a gradient
+MAX_STEPS = 2000
+OTHER_SEED = 7919
+CLOCK_RATE = 2.5  # of the shuffled run: numbers that are made of time differ clearly
+WEIGHT_CHANGE = 0.3  # of the reweighted run, relative
+
+
+class GradientSum:
+    """The gradients of one optimizer, added up with the rows of their steps."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.rows = 0.0
+        self.squares = 0.0
+        self.sums: dict[str, Tensor] = {}
+
+    def add(self, rows: float, gradients: dict[str, Tensor]) -> None:
+        self.steps += 1
+        self.rows += rows
+        for name, gradient in gradients.items():
+            elements = sample_elements(gradient)
+            self.squares += rows * float(elements.square().sum())
+            self.sums[name] = self.sums.get(name, 0.0) + rows * elements
+
+
+def sample_elements(gradient: Tensor) -> Tensor:
+    """Return elements of a gradient at equal distances, in double precision."""
+    gradient = gradient.detach()
+    if hasattr(gradient, "full_tensor"):  # a collective of all ranks, which step at the same time
+        gradient = gradient.full_tensor()
+    if gradient.is_sparse:
+        gradient = gradient.to_dense()
+    flat = gradient.reshape(-1)
+    stride = max(1, flat.numel() // MAX_ELEMENTS)
+    return flat[::stride][:MAX_ELEMENTS].double().cpu()
+
+
+class FrozenWeights:
+    """Puts weights back after each step, and adds up the gradients."""
+
+    def __init__(self) -> None:
+        self.gradients: defaultdict[int, GradientSum] = defaultdict(GradientSum)
+        self.weights: list[Tensor] = []
+        self.last_rows = 0
+        self.steps = 0
+
+    def before_step(self, optimizer: Any) -> None:
+        if is_inner_step():
+            return
+        self.add_gradients(optimizer)
+        self.weights = [parameter.detach().clone() for parameter in parameters_of(optimizer)]
+
+    @default_on_error(lambda: None)
+    def add_gradients(self, optimizer: Any) -> None:
+        named = named_parameters_of(optimizer)
+        gradients = {name: p.grad for name, p in named.items() if p.grad is not None}
+        # Two optimizers may step after the same calls.
+        rows = called_models.take_rows() or self.last_rows or 1
+        self.gradients[training_tracker.number_of(optimizer)].add(rows, gradients)
+        self.last_rows = rows
+
+    def after_step(self, optimizer: Any) -> None:
+        if is_inner_step():
+            return
+        with torch.no_grad():
+            for parameter, value in zip(parameters_of(optimizer), self.weights, strict=True):
+                parameter.copy_(value)
+        self.steps += 1
+        if self.steps >= MAX_STEPS:  # a loop that ends when the loss falls
+            raise CheckIsDone(0)
+
+    def write(self) -> None:
+        for number, total in self.gradients.items():
+            sums = {name: values.tolist() for name, values in total.sums.items()}
+            current_log().write(
+                MeanGradient(
+                    optimizer=number,
+                    steps=total.steps,
+                    rows=total.rows,
+                    sums=sums,
+                    squares=total.squares,
+                )
+            )
+
+
+frozen_weights = FrozenWeights()
+
+
+def attach(variant: str) -> None:
+    seed_alike()
+    optimizers.register_optimizer_step_pre_hook(lambda opt, *_: frozen_weights.before_step(opt))
+    optimizers.register_optimizer_step_post_hook(lambda opt, *_: frozen_weights.after_step(opt))
+    atexit.register(frozen_weights.write)
+    if variant == "shuffled":
+        shuffle_from_first_pass()
+        accelerate_clock()
+    if variant == "reweighted":
+        change_weights_at_first_call()
+
+
+def seed_alike() -> None:
+    """Start the global generators of an unseeded script alike in all runs with frozen weights."""
+    seed = zlib.crc32(f"frozen {current_log().rank}".encode())
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed)
+
+
+def shuffle_from_first_pass() -> None:
+    """Draw other random numbers from the first pass over a loader on, when weights are made."""
+    is_begun = False
+
+    def begin() -> None:
+        nonlocal is_begun
+        if is_begun:
+            return
+        is_begun = True
+        torch.default_generator.manual_seed(torch.initial_seed() + OTHER_SEED)
+        random.seed(OTHER_SEED)
+        if "numpy" in sys.modules:
+            sys.modules["numpy"].random.seed(OTHER_SEED)
+        wrap(torch, "manual_seed", lambda original, seed: original(int(seed) + OTHER_SEED))
+
+    def iterate(original: Any, loader: Any) -> Any:
+        begin()
+        for owner in (loader, loader.sampler, loader.batch_sampler):
+            reseed(owner)
+        return original(loader)
+
+    wrap(DataLoader, "__iter__", iterate)
+    wrap_first_call(lambda _: begin())
+
+
+@default_on_error(lambda: None)
+def reseed(owner: Any) -> None:
+    """Give a loader or a sampler another order, once."""
+    if owner is None or getattr(owner, "_stepladder_reseeded", False):
+        return
+    owner._stepladder_reseeded = True
+    generator = getattr(owner, "generator", None)
+    if isinstance(generator, torch.Generator):
+        generator.manual_seed(generator.initial_seed() + OTHER_SEED)
+    if isinstance(getattr(owner, "seed", None), int):
+        owner.seed += OTHER_SEED
+
+
+def accelerate_clock() -> None:
+    for name in ("time", "perf_counter", "monotonic"):
+        original = getattr(time, name)
+        start = original()
+
+        def fast(original: Any = original, start: float = start) -> float:
+            return float(start + (original() - start) * CLOCK_RATE)
+
+        setattr(time, name, fast)
+
+
+def change_weights_at_first_call() -> None:
+    generator = torch.Generator()
+    changed: set[int] = set()
+
+    def change(model: nn.Module) -> None:
+        for parameter in model.parameters():
+            if id(parameter) in changed or not parameter.is_floating_point():
+                continue
+            changed.add(id(parameter))
+            generator.manual_seed(parameter.numel())
+            noise = torch.randn(parameter.shape, generator=generator).to(parameter)
+            with torch.no_grad():
+                parameter.mul_(1.0 + WEIGHT_CHANGE * noise)
+
+    wrap_first_call(change)
+
+
+def wrap_first_call(on_first_call: Any) -> None:
+    """Call a function with each model before its first call."""
+    seen: set[int] = set()
+
+    def before_call(module: nn.Module, args: Any) -> None:
+        if id(module) not in seen:
+            seen.add(id(module))
+            on_first_call(module)
+
+    nn.modules.module.register_module_forward_pre_hook(before_call)

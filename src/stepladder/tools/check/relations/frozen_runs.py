@@ -1,0 +1,121 @@
+"""Runs with frozen weights: the script on one process and on all ranks.
+
+- `reference`: one process.
+- `compared`: all ranks.
+
+Where these differ, two more runs on one process tell which differences count:
+
+- `shuffled`: other random numbers after the weights were made, and a faster clock. What differs
+  from the reference may legally differ.
+- `reweighted`: other weights. What differs from the reference is made of the model's outputs; what
+  does not is a setting or a counter.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from stepladder.tools.check.isolation.sandbox import Sandbox
+from stepladder.tools.check.rank_processes import LaunchOutcome, RankLaunch, run_together
+from stepladder.tools.check.recording import Recording, read_recording
+
+Variant = Literal["plain", "shuffled", "reweighted"]
+MAX_SECONDS = 120.0
+
+
+class NotComparable(Exception):
+    """Runs with frozen weights prove nothing; the text says why."""
+
+
+@dataclass(frozen=True)
+class FrozenRuns:
+    """The recordings of runs with frozen weights; the last two exist where they were needed."""
+
+    reference: Recording
+    compared: Recording
+    shuffled: Recording | None = None
+    reweighted: Recording | None = None
+
+
+class FrozenScript:
+    """A script that is run with frozen weights.
+
+    Args:
+        launch: How the script was started when it trained.
+        scratch: The folder of the check.
+        ranks: The number of ranks of that run.
+    """
+
+    def __init__(self, launch: RankLaunch, scratch: Path, ranks: int) -> None:
+        self.launch = launch
+        self.scratch = scratch
+        self.ranks = ranks
+
+    def compare(self) -> FrozenRuns:
+        """Run the script on one process and on all ranks.
+
+        Raises:
+            NotComparable: It does not train so.
+        """
+        runs = self.run({"reference": "plain", "compared": "plain"})
+        if len(runs["compared"].ranks) != self.ranks or len(runs["reference"].ranks) != 1:
+            raise NotComparable("the script cannot be run on one process")
+        return FrozenRuns(**runs)
+
+    def measure_noise(self, runs: FrozenRuns) -> FrozenRuns:
+        """Add the runs that tell which differences count.
+
+        Raises:
+            NotComparable: The script does not train so.
+        """
+        return replace(runs, **self.run({"shuffled": "shuffled", "reweighted": "reweighted"}))
+
+    def run(self, variants: dict[str, Variant]) -> dict[str, Recording]:
+        """Run the script at once in several variants, each in a copy of its own."""
+        with ExitStack() as stack:
+            launches = {}
+            for name, variant in variants.items():
+                folders = replace(self.launch.sandbox.folders, copy=self.scratch / f"frozen-{name}")
+                sandbox = stack.enter_context(closing(Sandbox(folders)))
+                nproc = self.launch.nproc if name == "compared" else 1
+                launches[f"frozen-{name}"] = self.launch_of(variant, sandbox, nproc)
+            outcomes = run_together(launches)
+        recordings = {}
+        for name, (key, launch) in zip(variants, launches.items(), strict=True):
+            if reason := reason_against(outcomes[key]):
+                raise NotComparable(f"with frozen weights ({name}) the script {reason}")
+            settings = launch.settings
+            recordings[name] = read_recording(
+                outcomes[key].folder, settings.original, settings.copy
+            )
+        return recordings
+
+    def launch_of(self, variant: Variant, sandbox: Sandbox, nproc: int) -> RankLaunch:
+        launch = self.launch
+        settings = replace(
+            launch.settings,
+            frozen=variant,
+            copy=str(sandbox.folders.copy),
+            enough_after_s=-math.inf,
+        )
+        return replace(
+            launch,
+            settings=settings,
+            sandbox=sandbox,
+            nproc=nproc,
+            nodes=1 if nproc == 1 else launch.nodes,
+            timeout_s=min(launch.timeout_s, MAX_SECONDS),
+        )
+
+
+def reason_against(outcome: LaunchOutcome) -> str:
+    """Return why a run proves nothing; empty where it was good."""
+    if outcome.late:
+        return f"takes more than {MAX_SECONDS:g} s"
+    if outcome.has_stalled:
+        return "stands still"
+    return "fails" if outcome.failed else ""

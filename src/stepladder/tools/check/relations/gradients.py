@@ -1,0 +1,142 @@
+"""R2: with frozen weights the mean gradient of an epoch is that of one process."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from stepladder.tools.check.events import BeforeStep, MeanGradient
+from stepladder.tools.check.recording import RankLog
+from stepladder.tools.check.relations.frozen_runs import FrozenRuns
+from stepladder.tools.check.relations.samples_read import training_samples
+from stepladder.tools.check.relations.violation import Violation
+from stepladder.tools.probe.events import CodeLine
+
+NOISE_FACTOR = 5.0
+MIN_RELATIVE_DIFFERENCE = 1e-3
+SHIFT_FACTOR = 4.0
+
+Vector = dict[tuple[str, int], float]  # by the parameter's name, and the index of the element
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """The mean gradient of one optimizer on one rank.
+
+    Args:
+        mean: The elements that were recorded.
+        deviation: The standard deviation of a step's gradient, as a norm.
+        steps: The number of steps.
+        rows: The number of rows of all steps.
+    """
+
+    mean: Vector
+    deviation: float
+    steps: int
+    rows: float
+
+    @property
+    def norm(self) -> float:
+        return math.sqrt(sum(value * value for value in self.mean.values()))
+
+
+def read_gradients(log: RankLog) -> dict[int, Gradient]:
+    """Return the mean gradients of a rank, by the number of the optimizer."""
+    gradients = {}
+    for event in log.select(MeanGradient):
+        mean = {
+            (name, index): value / event.rows
+            for name, values in event.sums.items()
+            for index, value in enumerate(values)
+        }
+        square = sum(value * value for value in mean.values())
+        variance = max(0.0, event.squares / event.rows - square)
+        gradients[event.optimizer] = Gradient(mean, math.sqrt(variance), event.steps, event.rows)
+    return gradients
+
+
+def distance(first: Vector, second: Vector) -> float:
+    names = first.keys() & second.keys()
+    return math.sqrt(sum((first[name] - second[name]) ** 2 for name in names))
+
+
+def violations(runs: FrozenRuns) -> Iterator[Violation]:
+    reference = read_gradients(runs.reference.ranks[0])
+    shuffled = read_gradients((runs.shuffled or runs.reference).ranks[0])
+    samples = training_samples(runs.reference)
+    compared = training_samples(runs.compared)
+    if not compared.is_of(samples):
+        return
+    moved = compared.share_moved(samples)
+    for rank, log in enumerate(runs.compared.ranks):
+        for number, gradient in read_gradients(log).items():
+            if number not in reference or number not in shuffled:
+                continue
+            violation = compare(reference[number], shuffled[number], gradient, moved)
+            if violation:
+                yield Violation(
+                    "gradients",
+                    line_of_step(log, number),
+                    violation.certainty,
+                    f"rank {rank}: {violation.evidence}",
+                    violation.facts,
+                )
+                return
+
+
+def count_compared(runs: FrozenRuns) -> int:
+    """Return how many steps of one process can be compared."""
+    if not training_samples(runs.compared).is_of(training_samples(runs.reference)):
+        return 0
+    return sum(gradient.steps for gradient in read_gradients(runs.reference.ranks[0]).values())
+
+
+def line_of_step(log: RankLog, number: int) -> CodeLine | None:
+    steps = [event.at for event in log.select(BeforeStep) if event.optimizer == number]
+    return steps[0] if steps else None
+
+
+def shift_by_samples(reference: Gradient, moved: float | None) -> float:
+    """Return how far other samples may move the mean gradient.
+
+    Samples that make shares equal, or that are dropped for it, move it by their deviation. Where
+    nothing is known of the samples, they are others: it moves by its standard error.
+    """
+    steps = max(1, reference.steps)
+    if moved is None:
+        return reference.deviation / math.sqrt(steps)
+    return moved * reference.deviation * math.sqrt(reference.rows / steps)
+
+
+def compare(
+    reference: Gradient, shuffled: Gradient, gradient: Gradient, moved: float | None
+) -> Violation | None:
+    """Return how a rank's mean gradient differs from that of one process.
+
+    Args:
+        reference: That of one process.
+        shuffled: That of one process with other random numbers.
+        gradient: That of the rank.
+        moved: The share of samples that were read more or less often on all ranks.
+    """
+    norm = reference.norm
+    if not norm or not math.isfinite(norm) or not reference.mean.keys() & gradient.mean.keys():
+        return None
+    noise = distance(shuffled.mean, reference.mean) / norm
+    shift = shift_by_samples(reference, moved) / norm
+    allowed = NOISE_FACTOR * noise + SHIFT_FACTOR * shift + MIN_RELATIVE_DIFFERENCE
+    difference = distance(gradient.mean, reference.mean) / norm
+    if not difference > allowed:
+        return None
+    product = sum(v * gradient.mean[k] for k, v in reference.mean.items() if k in gradient.mean)
+    ratio = product / (norm * norm)
+    return Violation(
+        "gradients",
+        None,
+        difference / allowed,
+        f"with the same weights the mean gradient of all steps is {ratio:.3g} times that of one "
+        f"process, and differs by {100 * difference:.3g} %; other random numbers change it by "
+        f"{100 * noise:.2g} %",
+        {"ratio": ratio},
+    )

@@ -1,0 +1,59 @@
+"""The judgement of runs with frozen weights: the violated relations as findings, and what holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from stepladder.core.numbers import format_count
+from stepladder.tools.check.relations import gradients, shown
+from stepladder.tools.check.relations.frozen_runs import FrozenRuns, FrozenScript
+from stepladder.tools.check.relations.violation import Violation
+from stepladder.tools.check.rules.evidence import RunEvidence
+from stepladder.tools.findings.finding import Finding
+
+MAX_FINDINGS = 12
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What a comparison with one process has shown.
+
+    Args:
+        findings: The violated relations, the most certain first.
+        held: What held, a line for each relation.
+    """
+
+    findings: list[Finding] = field(default_factory=list)
+    held: list[str] = field(default_factory=list)
+
+
+def judge(script: FrozenScript, evidence: RunEvidence) -> Judgement:
+    """Compare all ranks with one process.
+
+    Raises:
+        NotComparable: The script does not train with frozen weights.
+    """
+    runs = script.compare()
+    violations = violations_of(runs)
+    if violations:
+        runs = script.measure_noise(runs)
+        violations = violations_of(runs)
+    held = []
+    kinds = {violation.relation for violation in violations}
+    if "gradients" not in kinds and (count := gradients.count_compared(runs)):
+        held.append(f"gradients: the mean of {format_count(count, 'step')} is that of one process")
+    if "shown-numbers" not in kinds and (count := shown.count_compared(runs)):
+        held.append(f"numbers: {format_count(count, 'line')} as on one process")
+    return Judgement([finding_of(one, runs, evidence) for one in violations[:MAX_FINDINGS]], held)
+
+
+def violations_of(runs: FrozenRuns) -> list[Violation]:
+    """Return the violated relations, the most certain first."""
+    violations = [*gradients.violations(runs), *shown.violations(runs)]
+    return sorted(violations, key=lambda violation: -violation.certainty)
+
+
+def finding_of(violation: Violation, runs: FrozenRuns, evidence: RunEvidence) -> Finding:
+    # Its lines are those of the copy in which it ran.
+    in_copy = RunEvidence(runs.compared, evidence.source)
+    return in_copy.finding(violation.relation, violation.line, violation.evidence)

@@ -1,0 +1,67 @@
+"""The samples that runs with frozen weights have read: whether their numbers can be compared."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from stepladder.tools.check.recording import LoaderPass, RankLog, Recording
+
+KNOWN_SHARE = 0.5  # of the rows: random augmentation makes others of them in each run
+
+
+@dataclass(frozen=True)
+class Samples:
+    """The samples of the passes of one kind, over all ranks of a run.
+
+    Args:
+        counts: How often each was read, by its index or by the hash of its row; None where neither
+            is known.
+        rows: The hashes of the rows.
+        data_sets: The fingerprints of the data sets.
+    """
+
+    counts: Counter[int | str] | None
+    rows: frozenset[str]
+    data_sets: frozenset[str]
+
+    @classmethod
+    def read(cls, passes: Iterable[LoaderPass]) -> Samples:
+        passes = list(passes)
+        read = [one_pass.samples for one_pass in passes]
+        counts: Counter[int | str] | None = Counter() if read else None
+        for samples in read:
+            if samples is None or counts is None:
+                counts = None
+                break
+            counts.update(samples)
+        rows = frozenset(row for one_pass in passes for row in one_pass.rows or ())
+        data_sets = frozenset(one_pass.start.fingerprint for one_pass in passes)
+        return cls(counts, rows, data_sets)
+
+    def is_of(self, reference: Samples) -> bool:
+        """Return whether these samples are of the reference's data, and not of a rank's own."""
+        if self.data_sets <= reference.data_sets:
+            return True
+        known = len(self.rows & reference.rows)
+        return bool(self.rows) and known >= KNOWN_SHARE * len(self.rows)
+
+    def share_moved(self, reference: Samples) -> float | None:
+        """Return the share of samples that were read more or less often; None if unknown."""
+        if self.counts is None or reference.counts is None:
+            return None
+        moved = (self.counts - reference.counts) + (reference.counts - self.counts)
+        return moved.total() / max(1, reference.counts.total())
+
+
+def training_samples(run: Recording) -> Samples:
+    return Samples.read(one_pass for log in run.ranks for one_pass in log.training_passes)
+
+
+def other_samples(run: Recording) -> Samples:
+    return Samples.read(one_pass for log in run.ranks for one_pass in passes_without_training(log))
+
+
+def passes_without_training(log: RankLog) -> list[LoaderPass]:
+    return [one_pass for one_pass in log.passes if not one_pass.is_training]

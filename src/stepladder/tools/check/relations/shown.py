@@ -1,0 +1,148 @@
+"""R5: with frozen weights each number that a line shows is that of one process.
+
+A number of a line is compared by its mean over the calls of the line. What differs between the
+reference and the shuffled run, and between the calls of one run, may differ. A number that is the
+same with other weights is a setting or a counter, and is not compared.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from statistics import fmean, pstdev
+
+from stepladder.tools.check.events import Print
+from stepladder.tools.check.recording import RankLog
+from stepladder.tools.check.relations.frozen_runs import FrozenRuns
+from stepladder.tools.check.relations.samples_read import other_samples, training_samples
+from stepladder.tools.check.relations.violation import Violation
+from stepladder.tools.probe.events import CodeLine
+
+NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?%?(?![\w])")
+NOISE_FACTOR = 5.0
+STANDARD_ERRORS = 5.0
+MIN_RELATIVE_DIFFERENCE = 1e-3
+
+Place = tuple[CodeLine | None, CodeLine | None, int]  # the line, its caller, which of its numbers
+
+
+@dataclass(frozen=True)
+class Series:
+    """The values of one number of a line, in the order of its calls.
+
+    Args:
+        values: The values.
+        resolution: Half of the last digit that is shown.
+    """
+
+    values: tuple[float, ...]
+    resolution: float
+
+    @property
+    def mean(self) -> float:
+        return fmean(self.values)
+
+    @property
+    def standard_error(self) -> float:
+        return pstdev(self.values) / math.sqrt(len(self.values))
+
+
+def read_series(log: RankLog) -> dict[Place, Series]:
+    """Return the numbers of each line that shows some, on one rank."""
+    values: dict[Place, list[float]] = defaultdict(list)
+    resolutions: dict[Place, float] = defaultdict(float)
+    for event in log.select(Print):
+        for index, text in enumerate(NUMBER.findall(event.text)):
+            place = (event.at, event.caller, index)
+            values[place].append(float(text.rstrip("%")))
+            resolutions[place] = max(resolutions[place], resolution_of(text))
+    return {place: Series(tuple(v), resolutions[place]) for place, v in values.items()}
+
+
+def resolution_of(text: str) -> float:
+    digits, _, exponent = text.rstrip("%").lower().partition("e")
+    decimals = len(digits.partition(".")[2])
+    scale = 10.0 ** int(exponent or 0)
+    return 0.5 * 10.0**-decimals * scale if decimals else 0.0
+
+
+@dataclass(frozen=True)
+class ComparedNumber:
+    """One number of a line, in all runs with frozen weights."""
+
+    place: Place
+    reference: Series
+    shuffled: Series | None
+    shown: dict[int, Series]  # by rank
+
+
+def compared_numbers(runs: FrozenRuns) -> Iterator[ComparedNumber]:
+    """Yield the numbers that are shown in all runs, and may be made of the model's outputs."""
+    for read in (training_samples, other_samples):
+        if not read(runs.compared).is_of(read(runs.reference)):
+            return
+    reference = read_series(runs.reference.ranks[0])
+    shuffled = read_series(runs.shuffled.ranks[0]) if runs.shuffled else None
+    reweighted = read_series(runs.reweighted.ranks[0]) if runs.reweighted else None
+    compared = [read_series(log) for log in runs.compared.ranks]
+    for place, series in reference.items():
+        shown = {
+            rank: by_place[place] for rank, by_place in enumerate(compared) if place in by_place
+        }
+        if not shown or not math.isfinite(series.mean):
+            continue
+        if reweighted and (place not in reweighted or reweighted[place].values == series.values):
+            continue
+        if shuffled is None:
+            yield ComparedNumber(place, series, None, shown)
+        elif place in shuffled:
+            yield ComparedNumber(place, series, shuffled[place], shown)
+
+
+def count_compared(runs: FrozenRuns) -> int:
+    """Return how many lines show numbers that can be compared."""
+    return len({number.place[:2] for number in compared_numbers(runs)})
+
+
+def violations(runs: FrozenRuns) -> Iterator[Violation]:
+    """Yield the numbers that are not those of one process, the first of each line."""
+    named: set[CodeLine | None] = set()
+    for number in compared_numbers(runs):
+        line = number.place[0]
+        violation = None if line in named else compare(number)
+        if violation:
+            named.add(line)
+            yield violation
+
+
+def compare(number: ComparedNumber) -> Violation | None:
+    """Return how a number on several ranks differs from that on one process."""
+    expected = number.reference.mean
+    series_of_ranks = number.shown.values()
+    spreads = [series.standard_error for series in (number.reference, *series_of_ranks)]
+    noise = abs(number.shuffled.mean - expected) if number.shuffled else 0.0
+    resolution = number.reference.resolution
+    allowed = (
+        NOISE_FACTOR * noise
+        + STANDARD_ERRORS * max(spreads)
+        + 2 * resolution
+        + MIN_RELATIVE_DIFFERENCE * abs(expected)
+    )
+    means = {rank: series.mean for rank, series in number.shown.items()}
+    difference = max(abs(mean - expected) for mean in means.values())
+    # Each rank may show what its own share gives, if all together give what one process shows.
+    are_shares = len(means) > 1 and abs(fmean(means.values()) - expected) <= allowed
+    if difference <= allowed or are_shares:
+        return None
+    values = ", ".join(f"{mean:.6g} on rank {rank}" for rank, mean in means.items())
+    return Violation(
+        "shown-numbers",
+        number.place[0],
+        difference / allowed,
+        f"{expected:.6g} on one process, {values} of several, with the same weights; other random "
+        f"numbers change it by {noise:.1g}",
+        {"ratio": next(iter(means.values())) / expected if expected else math.inf},
+    )

@@ -1,0 +1,195 @@
+"""Relations with frozen weights: several ranks compared with one process, with no rule involved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from check_recordings import evidence_of
+from stepladder.tools.check.check import Report, Request, check
+from stepladder.tools.check.recording import Recording
+from stepladder.tools.check.relations import gradients, shown
+from stepladder.tools.check.relations.frozen_runs import FrozenRuns
+
+DATA_SET = "p"
+
+
+def number(text: str, line: int = 9) -> dict[str, Any]:
+    return {"k": "print", "at": ["train.py", line, "train"], "text": text}
+
+
+def mean_gradient(*elements: float, rows: float = 1.0) -> dict[str, Any]:
+    """Return the event of one step, whose gradient has these elements."""
+    return {
+        "k": "meangradient",
+        "optimizer": 0,
+        "steps": 1,
+        "rows": rows,
+        "sums": {"weight": [rows * element for element in elements]},
+        "squares": rows * sum(element * element for element in elements),
+    }
+
+
+def run_of(*ranks: list[dict[str, Any]]) -> Recording:
+    return evidence_of(*ranks).run
+
+
+def frozen(
+    reference: list[dict[str, Any]],
+    *ranks: list[dict[str, Any]],
+    shuffled: list[dict[str, Any]] | None = None,
+    reweighted: list[dict[str, Any]] | None = None,
+) -> FrozenRuns:
+    return FrozenRuns(
+        run_of(reference),
+        run_of(*ranks),
+        run_of(shuffled) if shuffled else None,
+        run_of(reweighted) if reweighted else None,
+    )
+
+
+def test_a_number_that_is_halved_on_two_ranks_is_found() -> None:
+    runs = frozen([number("loss 1.0132")], [number("loss 0.5066")], [])
+    (violation,) = shown.violations(runs)
+    assert violation.facts["ratio"] == pytest.approx(0.5)
+    assert "1.0132 on one process, 0.5066 on rank 0" in violation.evidence
+
+
+def test_rounding_of_another_order_is_no_difference() -> None:
+    runs = frozen([number("loss 1.01322")], [number("loss 1.01321")], [])
+    assert list(shown.violations(runs)) == []
+
+
+def test_what_other_random_numbers_change_may_differ() -> None:
+    reference, compared = [number("loss 1.00")], [number("loss 1.10")]
+    assert list(shown.violations(frozen(reference, compared)))
+    weights = [number("loss 7.00")]
+    noisy = frozen(reference, compared, shuffled=[number("loss 1.05")], reweighted=weights)
+    quiet = frozen(reference, compared, shuffled=[number("loss 1.00")], reweighted=weights)
+    assert list(shown.violations(noisy)) == []
+    assert list(shown.violations(quiet))
+
+
+def test_a_number_that_is_the_same_with_other_weights_is_a_setting() -> None:
+    """Such as the number of batches, the learning rate and the number of ranks."""
+    lines = [number("lr 0.1 batch 10/50")]
+    runs = frozen(lines, [number("lr 0.2 batch 10/25")], shuffled=lines, reweighted=lines)
+    assert list(shown.violations(runs)) == []
+
+
+def test_each_rank_may_show_the_number_of_its_share() -> None:
+    runs = frozen([number("loss 1.5")], [number("loss 1.0")], [number("loss 2.0")])
+    assert list(shown.violations(runs)) == []
+    runs = frozen([number("loss 1.5")], [number("loss 1.0")], [number("loss 1.0")])
+    assert list(shown.violations(runs))
+
+
+def test_batches_of_a_line_that_shows_each_may_differ() -> None:
+    reference = [number(f"loss {value}") for value in (1.0, 1.4, 0.7, 1.2, 0.8, 1.1)]
+    compared = [number(f"loss {value}") for value in (1.1, 0.9, 1.3)]
+    assert list(shown.violations(frozen(reference, compared))) == []
+
+
+def test_a_gradient_that_is_not_averaged_is_found() -> None:
+    reference = [mean_gradient(1.0, 2.0)]
+    assert list(gradients.violations(frozen(reference, reference, reference))) == []
+    halved = [mean_gradient(0.5, 1.0)]
+    (violation,) = gradients.violations(frozen(reference, halved, halved))
+    assert violation.facts["ratio"] == pytest.approx(0.5)
+
+
+def test_a_gradient_of_which_noise_moves_as_much_is_no_violation() -> None:
+    runs = frozen(
+        [mean_gradient(1.0, 2.0)], [mean_gradient(1.1, 2.0)], shuffled=[mean_gradient(0.95, 2.0)]
+    )
+    assert list(gradients.violations(runs)) == []
+
+
+SCRIPT = """
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+dist.init_process_group("gloo")
+rank, ranks = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+x = torch.randn(96, 6)
+data = TensorDataset(x, x @ torch.randn(6, 1))
+test_x = torch.randn(50, 6)
+test_y = test_x.sum(1, keepdim=True)
+net = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Dropout(0.1), nn.Linear(16, 1))
+model = {model}
+optimizer = torch.optim.SGD(net.parameters(), lr=0.05 * ranks)
+sampler = DistributedSampler(data)
+loader = DataLoader(data, 8, sampler=sampler)
+for epoch in range(3):
+    sampler.set_epoch(epoch)
+    for inputs, targets in loader:
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(inputs), targets).backward()
+        {after_backward}
+        optimizer.step()
+    net.eval()
+    with torch.no_grad():
+        own = slice(rank, None, ranks)
+        errors = (net(test_x[own]) - test_y[own]).square()
+        total = torch.stack([errors.sum(), torch.tensor(float(len(errors)))])
+        {reduction}
+    net.train()
+    if rank == 0:
+        print(f"epoch {{epoch}} of 3, {{len(loader)}} batches: test {{float(total[0] / total[1]):.4f}}")
+dist.destroy_process_group()
+"""
+RIGHT = {
+    "model": "DistributedDataParallel(net)",
+    "after_backward": "pass",
+    "reduction": "dist.all_reduce(total)",
+}
+# Mistakes, each with the relation that does not hold.
+WRONG = {
+    "a gradient divided by the number of ranks once more": (
+        "gradients",
+        {"after_backward": "[p.grad.div_(ranks) for p in net.parameters()]"},
+    ),
+    "a gradient that one rank keeps for itself": (
+        "gradients",
+        {"after_backward": "net[0].weight.grad.mul_(1 + rank)"},
+    ),
+    "counts that are not added up": ("shown-numbers", {"reduction": "dist.all_reduce(total[:1])"}),
+    "a sum over the ranks that is squared": (
+        "shown-numbers",
+        {"reduction": "dist.all_reduce(total); total[0] /= ranks"},
+    ),
+}
+
+
+def run_relations(folder: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> Report:
+    (folder / "train.py").write_text(text)
+    monkeypatch.chdir(folder)
+    return check(Request(Path("train.py"), relations_only=True))
+
+
+@pytest.mark.ranks
+def test_a_script_without_a_mistake_holds_all_relations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Dropout, a scaled learning rate and the number of batches differ legally."""
+    report = run_relations(tmp_path, SCRIPT.format(**RIGHT), monkeypatch)
+    assert (report.findings, report.not_checked) == ([], None)
+    held = [note.partition(":")[0] for note in report.notes]
+    assert {"gradients", "numbers"} <= set(held)
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.parametrize("mistake", WRONG)
+def test_a_mistake_without_a_rule_is_found(
+    mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    relation, changes = WRONG[mistake]
+    report = run_relations(tmp_path, SCRIPT.format(**RIGHT | changes), monkeypatch)
+    assert [finding.rule for finding in report.findings] == [relation]
