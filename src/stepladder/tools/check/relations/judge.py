@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from stepladder.core.numbers import format_count
 from stepladder.tools.check.relations import gradients, shown
 from stepladder.tools.check.relations.frozen_runs import FrozenRuns, FrozenScript
+from stepladder.tools.check.relations.samples_read import are_of_one_data_set
 from stepladder.tools.check.relations.violation import Violation
 from stepladder.tools.check.rules.evidence import RunEvidence
 from stepladder.tools.findings.finding import Finding
@@ -39,6 +40,8 @@ def judge(script: FrozenScript, evidence: RunEvidence) -> Judgement:
         runs = script.measure_noise(runs)
         violations = violations_of(runs)
     held = []
+    if not are_of_one_data_set(runs):
+        held.append("not compared with one process: a rank reads data that one process does not")
     kinds = {violation.relation for violation in violations}
     if "gradients" not in kinds and (count := gradients.count_compared(runs)):
         held.append(f"gradients: the mean of {format_count(count, 'step')} is that of one process")

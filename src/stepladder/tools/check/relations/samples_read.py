@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from stepladder.tools.check.recording import LoaderPass, RankLog, Recording
+from stepladder.tools.check.relations.frozen_runs import FrozenRuns
 
 KNOWN_SHARE = 0.5  # of the rows: random augmentation makes others of them in each run
 
@@ -53,6 +54,14 @@ class Samples:
             return None
         moved = (self.counts - reference.counts) + (reference.counts - self.counts)
         return moved.total() / max(1, reference.counts.total())
+
+
+def are_of_one_data_set(runs: FrozenRuns) -> bool:
+    """Return whether no rank reads data that one process does not, in training and in between."""
+    return all(
+        read(runs.compared).is_of(read(runs.reference))
+        for read in (training_samples, other_samples)
+    )
 
 
 def training_samples(run: Recording) -> Samples:

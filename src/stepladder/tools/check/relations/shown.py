@@ -17,7 +17,7 @@ from statistics import fmean, pstdev
 from stepladder.tools.check.events import Print
 from stepladder.tools.check.recording import RankLog
 from stepladder.tools.check.relations.frozen_runs import FrozenRuns
-from stepladder.tools.check.relations.samples_read import other_samples, training_samples
+from stepladder.tools.check.relations.samples_read import are_of_one_data_set
 from stepladder.tools.check.relations.violation import Violation
 from stepladder.tools.probe.events import CodeLine
 
@@ -81,9 +81,8 @@ class ComparedNumber:
 
 def compared_numbers(runs: FrozenRuns) -> Iterator[ComparedNumber]:
     """Yield the numbers that are shown in all runs, and may be made of the model's outputs."""
-    for read in (training_samples, other_samples):
-        if not read(runs.compared).is_of(read(runs.reference)):
-            return
+    if not are_of_one_data_set(runs):
+        return
     reference = read_series(runs.reference.ranks[0])
     shuffled = read_series(runs.shuffled.ranks[0]) if runs.shuffled else None
     reweighted = read_series(runs.reweighted.ranks[0]) if runs.reweighted else None
