@@ -132,7 +132,8 @@ def tell_misplaced_flags(script: Path, args: Iterable[str]) -> None:
     if not flags:
         return
     with suppress(InputError):  # an archive, or no Python: whoever runs it says so
-        text = read_source(script.resolve(), script.parent).code.replace("-", "_")
+        files = read_source(script.resolve(), script.parent).files
+        text = "\n".join(file.text for file in files).replace("-", "_")
         for flag in sorted(flags):
             if flag.strip("-").replace("-", "_") in text:
                 continue
