@@ -223,8 +223,8 @@ class Check:
         """Return the findings that are asked for, as the user knows their files."""
         shown = []
         for finding in sort_by_severity(findings):
-            text = CHECK_TEXTS.texts[finding.rule]
-            if self.request.shows_notes or not text.on_request:
+            text = CHECK_TEXTS.texts.get(finding.rule)  # a relation has no rule
+            if self.request.shows_notes or text is None or not text.on_request:
                 shown.append(self.style.with_shown_path(finding))
         return shown
 

@@ -8,11 +8,14 @@ though they make other steps.
 from __future__ import annotations
 
 import atexit
+import os
 import random
 import sys
 import time
 import zlib
 from collections import defaultdict
+from multiprocessing import parent_process
+from multiprocessing.util import Finalize
 from typing import Any
 
 import torch
@@ -125,11 +128,19 @@ def attach(variant: str) -> None:
     optimizers.register_optimizer_step_pre_hook(lambda opt, *_: frozen_weights.before_step(opt))
     optimizers.register_optimizer_step_post_hook(lambda opt, *_: frozen_weights.after_step(opt))
     atexit.register(frozen_weights.write)
+    # A process that multiprocessing has made ends without the functions of atexit.
+    os.register_at_fork(after_in_child=write_at_end_of_process)
+    write_at_end_of_process()
     if variant == "shuffled":
         shuffle_from_first_pass()
         accelerate_clock()
     if variant == "reweighted":
         change_weights_at_first_call()
+
+
+def write_at_end_of_process() -> None:
+    if parent_process() is not None:
+        Finalize(None, frozen_weights.write, exitpriority=0)
 
 
 def seed_alike() -> None:

@@ -10,8 +10,9 @@ from stepladder.tools.check.relations.frozen_runs import FrozenRuns, FrozenScrip
 from stepladder.tools.check.relations.samples_read import are_of_one_data_set
 from stepladder.tools.check.relations.violation import Violation
 from stepladder.tools.check.rules.evidence import RunEvidence
-from stepladder.tools.findings.finding import Finding
+from stepladder.tools.findings.finding import Catalogue, Finding
 
+RELATION_TEXTS = Catalogue("stepladder.tools.check.relations")
 MAX_FINDINGS = 12
 
 
@@ -59,4 +60,5 @@ def violations_of(runs: FrozenRuns) -> list[Violation]:
 def finding_of(violation: Violation, runs: FrozenRuns, evidence: RunEvidence) -> Finding:
     # Its lines are those of the copy in which it ran.
     in_copy = RunEvidence(runs.compared, evidence.source)
-    return in_copy.finding(violation.relation, violation.line, violation.evidence)
+    location = in_copy.location(violation.line)
+    return RELATION_TEXTS.finding(violation.relation, location, violation.evidence)

@@ -13,7 +13,7 @@ KNOWN_SHARE = 0.5  # of the rows: random augmentation makes others of them in ea
 
 
 @dataclass(frozen=True)
-class Samples:
+class SamplesRead:
     """The samples of the passes of one kind, over all ranks of a run.
 
     Args:
@@ -28,7 +28,7 @@ class Samples:
     data_sets: frozenset[str]
 
     @classmethod
-    def read(cls, passes: Iterable[LoaderPass]) -> Samples:
+    def read(cls, passes: Iterable[LoaderPass]) -> SamplesRead:
         passes = list(passes)
         read = [one_pass.samples for one_pass in passes]
         counts: Counter[int | str] | None = Counter() if read else None
@@ -41,14 +41,14 @@ class Samples:
         data_sets = frozenset(one_pass.start.fingerprint for one_pass in passes)
         return cls(counts, rows, data_sets)
 
-    def is_of(self, reference: Samples) -> bool:
+    def is_of(self, reference: SamplesRead) -> bool:
         """Return whether these samples are of the reference's data, and not of a rank's own."""
         if self.data_sets <= reference.data_sets:
             return True
         known = len(self.rows & reference.rows)
         return bool(self.rows) and known >= KNOWN_SHARE * len(self.rows)
 
-    def share_moved(self, reference: Samples) -> float | None:
+    def share_moved(self, reference: SamplesRead) -> float | None:
         """Return the share of samples that were read more or less often; None if unknown."""
         if self.counts is None or reference.counts is None:
             return None
@@ -64,12 +64,14 @@ def are_of_one_data_set(runs: FrozenRuns) -> bool:
     )
 
 
-def training_samples(run: Recording) -> Samples:
-    return Samples.read(one_pass for log in run.ranks for one_pass in log.training_passes)
+def training_samples(run: Recording) -> SamplesRead:
+    return SamplesRead.read(one_pass for log in run.ranks for one_pass in log.training_passes)
 
 
-def other_samples(run: Recording) -> Samples:
-    return Samples.read(one_pass for log in run.ranks for one_pass in passes_without_training(log))
+def other_samples(run: Recording) -> SamplesRead:
+    return SamplesRead.read(
+        one_pass for log in run.ranks for one_pass in passes_without_training(log)
+    )
 
 
 def passes_without_training(log: RankLog) -> list[LoaderPass]:
