@@ -187,7 +187,7 @@ def test_pages_are_short() -> None:
         "docs/glossary.md": 180,
         # Each is several pages in one, so that a reader need not follow links in the middle of a job.
         "docs/cluster.md": 240,
-        "docs/debugging.md": 200,
+        "docs/debugging.md": 210,
         "docs/diff.md": 190,
         "docs/nodes.md": 200,
         "docs/slurm.md": 240,
@@ -198,7 +198,7 @@ def test_pages_are_short() -> None:
         "docs/your-own-job.md": 165,
         "docs/json.md": 275,
     }  # json.md: a table per command
-    limits["CHANGELOG.md"] = 400  # a line per behaviour
+    limits["CHANGELOG.md"] = 450  # a line per behaviour, and nobody reads it whole
     for page in PAGES:
         if page.name != "log.md" and page.parent.name != "reference":
             written = re.sub(
