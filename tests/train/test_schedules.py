@@ -249,7 +249,7 @@ def test_a_loss_that_changes_the_optimizer_is_refused_at_that_step(
 
 
 def test_a_schedule_whose_state_no_snapshot_can_have_is_refused_by_name(tmp_path: Path) -> None:
-    class Own(lr_scheduler.LRScheduler):
+    class OwnSchedule(lr_scheduler.LRScheduler):
         def __init__(self, optimizer: Optimizer) -> None:
             self.function = lambda step: 0.9**step
             super().__init__(optimizer)
@@ -260,7 +260,7 @@ def test_a_schedule_whose_state_no_snapshot_can_have_is_refused_by_name(tmp_path
     with pytest.raises(
         InputError, match=r"^state state/schedule/function is a function, .* HINT: "
     ):
-        fit(tmp_path, make_job(0.1, Own))
+        fit(tmp_path, make_job(0.1, OwnSchedule))
 
 
 def test_steps_that_are_to_be_differentiated_are_refused(tmp_path: Path) -> None:

@@ -58,6 +58,9 @@ def format_line(line: Line) -> str:
     A number of torch or NumPy becomes a plain number. NaN and the infinities, which JSON does not
     have, become null.
 
+    Args:
+        line: The values, by name.
+
     Raises:
         TypeError: A value is none that JSON has.
         ValueError: A NaN or an infinity is in a list or an object within the line.

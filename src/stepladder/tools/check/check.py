@@ -33,8 +33,8 @@ from stepladder.tools.check.local_ranks import (
 from stepladder.tools.check.probe_settings import ProbeSettings
 from stepladder.tools.check.rank_processes import RankLaunch, run_ranks
 from stepladder.tools.check.recording import Recording
+from stepladder.tools.check.relations.comparison import compare_with_one_process
 from stepladder.tools.check.relations.frozen_runs import FrozenScript, NotComparable
-from stepladder.tools.check.relations.judge import judge
 from stepladder.tools.check.resume import compare_resumed_run
 from stepladder.tools.check.rules.all_rules import (
     add_measured_damage,
@@ -263,7 +263,7 @@ class Check:
             self.notes.append(RAN_ON_ONE_NODE)
         not_checked = self.reason_not_checked(run, findings)
         if self.request.relations_only and not not_checked:
-            findings += self.compare_with_one_process(run, evidence, scratch_folder)
+            findings += self.find_violated_relations(run, evidence, scratch_folder)
         if self.request.resume and not not_checked:
             launch = launch_in_new_copy(run.launch, scratch_folder, "again")
             resume_findings, note = compare_resumed_run(evidence, launch, self.request.resume_args)
@@ -280,7 +280,7 @@ class Check:
             trains_alone=run.recording.is_single_process and run.has_trained,
         )
 
-    def compare_with_one_process(
+    def find_violated_relations(
         self, run: ScriptRun, evidence: RunEvidence, scratch_folder: Path
     ) -> list[Finding]:
         """Return the relations that do not hold with frozen weights."""
@@ -291,12 +291,12 @@ class Check:
             return []
         script = FrozenScript(run.launch, scratch_folder, ranks)
         try:
-            judgement = judge(script, evidence)
+            comparison = compare_with_one_process(script, evidence)
         except NotComparable as error:
             self.notes.append(f"not compared with one process: {error}")
             return []
-        self.notes += judgement.held
-        return drop_suppressed(judgement.findings, self.source)
+        self.notes += comparison.held
+        return drop_suppressed(comparison.findings, self.source)
 
     def make_launch(self, scratch_folder: Path, sandbox: Sandbox) -> RankLaunch:
         """Return how the script is started first."""

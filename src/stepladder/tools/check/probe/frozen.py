@@ -121,6 +121,7 @@ class FrozenWeights:
 
 
 frozen_weights = FrozenWeights()
+reseeded_owners: set[int] = set()  # ids of loaders and samplers
 
 
 def attach(variant: str) -> None:
@@ -180,9 +181,9 @@ def shuffle_from_first_pass() -> None:
 @default_on_error(lambda: None)
 def reseed(owner: Any) -> None:
     """Give a loader or a sampler another order, once."""
-    if owner is None or getattr(owner, "_stepladder_reseeded", False):
+    if owner is None or id(owner) in reseeded_owners:
         return
-    owner._stepladder_reseeded = True
+    reseeded_owners.add(id(owner))
     generator = getattr(owner, "generator", None)
     if isinstance(generator, torch.Generator):
         generator.manual_seed(generator.initial_seed() + OTHER_SEED)

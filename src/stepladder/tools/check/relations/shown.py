@@ -21,7 +21,7 @@ from stepladder.tools.check.relations.samples_read import are_of_one_data_set
 from stepladder.tools.check.relations.violation import Violation
 from stepladder.tools.probe.events import CodeLine
 
-NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?%?(?![\w])")
+SHOWN_NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?%?(?![\w])")
 NOISE_FACTOR = 5.0
 STANDARD_ERRORS = 5.0
 MIN_RELATIVE_DIFFERENCE = 1e-3
@@ -55,7 +55,7 @@ def read_series(log: RankLog) -> dict[Place, Series]:
     values: dict[Place, list[float]] = defaultdict(list)
     resolutions: dict[Place, float] = defaultdict(float)
     for event in log.select(Print):
-        for index, text in enumerate(NUMBER.findall(event.text)):
+        for index, text in enumerate(SHOWN_NUMBER.findall(event.text)):
             place = (event.at, event.caller, index)
             values[place].append(float(text.rstrip("%")))
             resolutions[place] = max(resolutions[place], resolution_of(text))

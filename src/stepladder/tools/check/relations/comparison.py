@@ -1,4 +1,4 @@
-"""The judgement of runs with frozen weights: the violated relations as findings, and what holds."""
+"""The comparison of runs with frozen weights: violated relations as findings, and what holds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_FINDINGS = 12
 
 
 @dataclass(frozen=True)
-class Judgement:
+class ComparisonWithOne:
     """What a comparison with one process has shown.
 
     Args:
@@ -29,7 +29,7 @@ class Judgement:
     held: list[str] = field(default_factory=list)
 
 
-def judge(script: FrozenScript, evidence: RunEvidence) -> Judgement:
+def compare_with_one_process(script: FrozenScript, evidence: RunEvidence) -> ComparisonWithOne:
     """Compare all ranks with one process.
 
     Raises:
@@ -48,7 +48,9 @@ def judge(script: FrozenScript, evidence: RunEvidence) -> Judgement:
         held.append(f"gradients: the mean of {format_count(count, 'step')} is that of one process")
     if "shown-numbers" not in kinds and (count := shown.count_compared(runs)):
         held.append(f"numbers: {format_count(count, 'line')} as on one process")
-    return Judgement([finding_of(one, runs, evidence) for one in violations[:MAX_FINDINGS]], held)
+    return ComparisonWithOne(
+        [finding_of(one, runs, evidence) for one in violations[:MAX_FINDINGS]], held
+    )
 
 
 def violations_of(runs: FrozenRuns) -> list[Violation]:
