@@ -127,9 +127,15 @@ def steps_of(mode: str, config: Any, comm: Any, folder: str) -> dict[str, Any]:
 
     job = build(config)
     took = {"state": 0, "peak": 0}
-    job.optimizer.register_step_post_hook(
-        lambda optimizer, *_: took.update(state=state_bytes(optimizer))
-    )
+    kind: Any = type(job.optimizer)
+    init_group = kind._init_group  # within a step: --shard refuses hooks of the optimizer
+
+    def measure_state(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        result = init_group(optimizer, *args, **kwargs)
+        took.update(state=state_bytes(optimizer))
+        return result
+
+    kind._init_group = measure_state
     sync, _, shard = mode.partition(", --shard ")
     options: Any = {"microbatch": 1} if sync == "exact" else {}
     options |= {

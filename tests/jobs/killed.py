@@ -10,6 +10,7 @@ and leaves groups as it is done with NCCL."""
 import os
 import signal
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 
 import torch
@@ -68,6 +69,18 @@ def before(owner, name, point):
     setattr(owner, name, wrapped)
 
 
+def around_step(module, name):
+    """Kill before and after the arithmetic of a step: --shard refuses hooks of the optimizer."""
+    function = getattr(module, name)
+
+    def wrapped(*args, **options):
+        kill("optimizer")
+        function(*args, **options)
+        kill("stepped")
+
+    setattr(module, name, wrapped)
+
+
 def noting(function):
     def step(self):
         now.update(
@@ -118,6 +131,8 @@ before(Session, "snapshot", "snapshot-begins")
 before(Snapshots, "save", "snapshot+")
 before(StepJournal, "synchronize", "levelled-{groups}+")
 before(Pending, "wait", "wait")
+around_step(import_module("torch.optim.sgd"), "sgd")
+around_step(import_module("torch.optim.adam"), "adam")  # AdamW, too
 
 
 class Data(torch.utils.data.Dataset):
@@ -138,9 +153,6 @@ def build(config):
     optimizer = torch.optim.SGD(model.parameters(), lr=config.lr, momentum=0.9)
     if AVERAGED:
         optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr)
-    if {"optimizer", "stepped"} & {where for _, where, _ in PLANTED}:  # hooks end the flat vector
-        optimizer.register_step_pre_hook(lambda *_: kill("optimizer"))
-        optimizer.register_step_post_hook(lambda *_: kill("stepped"))
     data = Data()
     wrong = (
         data.x[int(os.environ["WRONG"])] if "WRONG" in os.environ else torch.full((8,), torch.nan)

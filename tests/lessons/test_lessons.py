@@ -305,8 +305,10 @@ def test_a_sentence_explains_every_change(folder: str) -> None:
 
 
 @pytest.mark.parametrize("script", sorted(LESSONS.glob("*/*.sbatch")), ids=lambda path: path.stem)
-def test_batch_files_have_no_mistakes(script: Path) -> None:
-    assert run("submit", "--lint", script, cwd=REPOSITORY).stdout == "nothing found\n"
+def test_batch_files_have_no_mistakes(script: Path, tmp_path: Path) -> None:
+    (tmp_path / "runs" / "lessons").mkdir(parents=True)  # their pages make it first
+    (tmp_path / "lessons").symlink_to(LESSONS)
+    assert run("submit", "--lint", script, cwd=tmp_path).stdout == "nothing found\n"
 
 
 def test_functions_stay_the_same_often_enough_to_be_compared() -> None:

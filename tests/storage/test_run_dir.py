@@ -378,13 +378,21 @@ def test_what_follows_a_later_line_is_forgotten_whatever_step_it_says(path: Path
 
 
 @pytest.mark.parametrize("garbage", [b"\xff\xfe", b"\0\0\0", b"5\n", b'{"loss": 1}\n'])
-def test_what_is_no_line_is_forgotten_with_all_after_it(path: Path, garbage: bytes) -> None:
+def test_what_is_no_line_is_forgotten_at_the_end(path: Path, garbage: bytes) -> None:
+    with opened(path) as run_dir:
+        (path / METRICS_FILE).write_bytes("".join(FIVE_STEPS[:3]).encode() + garbage)
+        run_dir.truncate_metrics(5, steps_per_epoch=4)
+    assert (path / METRICS_FILE).read_text() == "".join(FIVE_STEPS[:3])
+
+
+@pytest.mark.parametrize("garbage", [b"5\n", b'{"loss": 1}\n'])
+def test_what_is_no_line_before_a_line_that_remains_is_refused(path: Path, garbage: bytes) -> None:
     with opened(path) as run_dir:
         (path / METRICS_FILE).write_bytes(
             "".join(FIVE_STEPS[:3]).encode() + garbage + step_line(4).encode()
         )
-        run_dir.truncate_metrics(5, steps_per_epoch=4)
-    assert (path / METRICS_FILE).read_text() == "".join(FIVE_STEPS[:3])
+        with pytest.raises(InputError, match=r"line 4 of .*metrics.jsonl is damaged"):
+            run_dir.truncate_metrics(5, steps_per_epoch=4)
 
 
 @pytest.mark.parametrize("torn", [1, 10, -2, -1])

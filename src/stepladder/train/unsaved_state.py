@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import torch
@@ -18,13 +19,6 @@ from stepladder.train.optimizers import list_optimizers
 from stepladder.train.step_listener import LoopListener
 
 COMPARED_TYPES = (int, float, complex, str, bytes, type(None))
-# Attributes that torch sets, of which `state_dict` has what counts.
-TORCH_ATTRIBUTES = {
-    *vars(torch.optim.Optimizer([torch.zeros(1)], {})),
-    "_opt_called",
-    "_step_count",
-    "step",
-}
 
 
 class UnsavedState(LoopListener):
@@ -53,7 +47,7 @@ class UnsavedState(LoopListener):
             f"attribute {name} of {type(each).__name__}": value
             for each in self.objects
             for name, value in vars(each).items()
-            if name not in TORCH_ATTRIBUTES
+            if name not in find_torch_attributes()
         }
         for function in self.functions:
             variables = inspect.getclosurevars(function).nonlocals
@@ -77,6 +71,16 @@ class UnsavedState(LoopListener):
                     "keep it in self.state[param] or self.param_groups of the optimizer, or in an"
                     " attribute of the schedule",
                 )
+
+
+@cache
+def find_torch_attributes() -> set[str]:
+    """Return the attributes that torch sets, of which `state_dict` has what counts.
+
+    An optimizer is made for it, which at import would load torch._dynamo: 70 MB.
+    """
+    attributes = vars(torch.optim.Optimizer([torch.zeros(1)], {}))
+    return {*attributes, "_opt_called", "_step_count", "step"}
 
 
 def saves_its_state(optimizer: torch.optim.Optimizer) -> bool:

@@ -109,7 +109,7 @@ class WithoutUnusedStrings(ast.NodeTransformer):
         self.read_names = {node.id for node in names if isinstance(node.ctx, ast.Load)}
 
     def visit_Expr(self, node: ast.Expr) -> ast.stmt:
-        if isinstance(node.value, ast.Constant | ast.JoinedStr):
+        if is_text(node.value):
             return ast.copy_location(ast.Pass(), node)
         self.generic_visit(node)
         return node
@@ -119,10 +119,15 @@ class WithoutUnusedStrings(ast.NodeTransformer):
             not isinstance(target, ast.Name) or target.id in self.read_names
             for target in node.targets
         )
-        if not is_read and isinstance(node.value, ast.Constant | ast.JoinedStr):
+        if not is_read and is_text(node.value):
             return ast.copy_location(ast.Pass(), node)
         self.generic_visit(node)
         return node
+
+
+def is_text(node: ast.expr) -> bool:
+    is_string = isinstance(node, ast.Constant) and isinstance(node.value, str)
+    return is_string or isinstance(node, ast.JoinedStr)
 
 
 @dataclass(frozen=True)
