@@ -117,7 +117,7 @@ PLANTS = {
         "another optimizer", "optimizer", 1, "SGD in the first run, Adagrad in the second",
         code=(OPTIMIZER, "optimizer = torch.optim.Adagrad(model.parameters(), lr=config.lr)"),
     ),
-    "weight": Plant("a bit of a weight in step 5", "wrong result", 5, "does not repeat", env={"PLANT": "weight"}),
+    "weight": Plant("a bit of a weight in step 6", "wrong result", 6, "does not repeat", env={"PLANT": "weight"}),
     "flipped gradient": Plant(
         "the sign of one microbatch's gradient in step 5", "wrong result", 6, "does not repeat",
         env={"PLANT": "gradient"},

@@ -60,6 +60,8 @@ def _die() -> None:
 
 
 def test_a_worker_that_torch_has_not_noticed_yet_is_found() -> None:
+    # Another test's DataLoader may have set torch's handler, which raises: a rank mutes it meanwhile.
+    handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     worker: ForkProcess = multiprocessing.get_context("fork").Process(target=_die)
     worker.start()
     assert worker.pid is not None
@@ -69,5 +71,6 @@ def test_a_worker_that_torch_has_not_noticed_yet_is_found() -> None:
     finally:
         _remove_worker_pids(id(worker))
         worker.join()
+        signal.signal(signal.SIGCHLD, handler)
     assert str(named) == f"DataLoader worker (pid {worker.pid}) is killed by signal: Killed."
     assert isinstance(named.__cause__, ConnectionResetError)
