@@ -195,7 +195,7 @@ class Ranks:
             self.start()
         segment = make_segment(self.world_size)
         path = f"/proc/{os.getpid()}/fd/{segment.number}" if segment is not None else ""
-        with tempfile.TemporaryDirectory(prefix="adversary-") as folder:
+        with tempfile.TemporaryDirectory(prefix="adversary-", ignore_cleanup_errors=True) as folder:
             store = f"file://{folder}/store" if self.world_size > 1 else ""
             message = pickle.dumps(Task(name, part, run_dir, store, path))
             for pipe in self.pipes:
@@ -235,7 +235,7 @@ def receive(pipe: Any) -> Outcome:
 
 def run_way(name: str, way: str, pool: dict[int, Ranks]) -> Outcome:
     """Train a kind in one way, in a folder that is removed."""
-    with tempfile.TemporaryDirectory(prefix="adversary-") as folder:
+    with tempfile.TemporaryDirectory(prefix="adversary-", ignore_cleanup_errors=True) as folder:
         run_dir = Path(folder) / "run"
         outcome = Outcome()
         for part in WAYS[way]:

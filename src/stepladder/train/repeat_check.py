@@ -21,7 +21,7 @@ from stepladder.train.fingerprints import fingerprint
 from stepladder.train.generators import seed_generators
 
 # Of a loss that is computed without gradients, for which libraries may have other kernels.
-NO_GRAD_TOLERANCE = 1e-3
+NO_GRAD_TOLERANCE = 1e-5
 REREAD_SEED = 1
 VERIFY_HINT = "stepladder verify JOB names the cause"
 
