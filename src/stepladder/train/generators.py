@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -56,6 +57,15 @@ class PassGenerators:
     def seed_host_generators(self) -> None:
         """Seed Python's and NumPy's generators, too, before each pass from now on."""
         self.seeds_host = True
+
+    @contextmanager
+    def forgetting(self) -> Iterator[None]:
+        """Forget the passes in the block, after which the caller restores the generators."""
+        states = self.states
+        was_drawn = self.was_drawn
+        yield
+        self.states = states
+        self.was_drawn = was_drawn
 
     def begin_pass(self, seed: int) -> None:
         """Seed the generators."""

@@ -206,7 +206,7 @@ class TrainingLoop:
         """Return what takes part in each step, in the order of the calls."""
         listeners: list[LoopListener] = []
         if self.settings.replay_every is not None and isinstance(self.sync, ExactSync):
-            listeners.append(RecomputeCheck(self.spec, self.comm, self.sync, self._run_pass))
+            listeners.append(RecomputeCheck(self.spec, self.comm, self.sync, self._rerun_pass))
         if self.statistics.size:
             listeners.append(self.statistics)
         if self.layout.completes_steps:
@@ -391,6 +391,11 @@ class TrainingLoop:
             backward(loss, count, extra)
         self.generators.end_pass()
         return loss_sum, count
+
+    def _rerun_pass(self, span: Span, batch: Any, backward: Backward) -> tuple[Tensor, float]:
+        """Compute a pass of another rank; the caller restores the generators."""
+        with self.generators.forgetting():
+            return self._run_pass(span, batch, backward)
 
     def _recompute(self, span: Span, batch: Any) -> Tensor:
         """Return the loss of a microbatch once more, shape ()."""
