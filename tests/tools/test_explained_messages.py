@@ -1,7 +1,7 @@
-"""Coverage of `explain`: messages as programs write them, each with its entry.
+"""Messages as programs write them, each with the entry that `explain` must find.
 
-Those of torch 2.13, h5py 3, safetensors and Slurm 22.05 were taken from real runs or from the
-installed sources; those that need a GPU or a network card are as NCCL and CUDA print them.
+About half were taken from real runs or from the installed sources of torch, h5py and safetensors.
+Those of CUDA, NCCL, SSH and most of Slurm were written from memory, so they prove less.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ def copy_gradients(targets: list[Tensor], grads: list[Tensor]) -> None:
     """Copy gradients into dense tensors; those of `Embedding(sparse=True)` become dense."""
     try:
         torch._foreach_copy_(targets, grads)
-    except (RuntimeError, NotImplementedError):
+    except RuntimeError:  # NotImplementedError is one
         if not any(grad.is_sparse for grad in grads):
             raise
         torch._foreach_copy_(targets, [grad.to_dense() for grad in grads])
