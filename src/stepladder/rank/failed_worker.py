@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import re
+import signal
 import sys
 import time
 import traceback
 from multiprocessing import active_children
+from multiprocessing.process import BaseProcess
+from traceback import walk_tb
 
 SIGNAL_HANDLING = "torch.utils.data._utils.signal_handling"
 LOADER_WORKER_KILLED = re.compile(r"DataLoader worker \(pid \d+\) is killed by signal: .*")
+LOADER_WORKER_EXITED = re.compile(
+    r"DataLoader worker \(pid \d+\) exited unexpectedly with exit code.*"
+)
 LOADER_WORKER_ENDED = re.compile(r"DataLoader worker \(pid\S* [\d, ]+\) exited unexpectedly.*")
+LOCAL_OF_LOADER = "failed_workers"  # of the loader's _try_get_data: processes that have ended
 # Between the moment that the kernel closes a process's sockets and the end of the process.
 WORKER_END_TIMEOUT_S = 0.5
 WORKER_END_POLL_S = 0.01
@@ -24,13 +31,35 @@ def name_failed_worker(error: BaseException) -> BaseException:
     socket before torch notices.
     """
     text = "".join(traceback.format_exception(error))
-    match = LOADER_WORKER_KILLED.search(text) or LOADER_WORKER_ENDED.search(text)
-    message = match[0] if match else _ask_torch(error)
+    match = LOADER_WORKER_KILLED.search(text) or LOADER_WORKER_EXITED.search(text)
+    message = match[0] if match else _read_exit_code(error)
+    if message is None:
+        match = LOADER_WORKER_ENDED.search(text)
+        message = match[0] if match else _ask_torch(error)
     if message is None:
         return error
     failure = RuntimeError(message.strip())
     failure.__cause__ = error
     return failure.with_traceback(error.__traceback__)
+
+
+def _read_exit_code(error: BaseException) -> str | None:
+    """Return how a worker has ended that torch's loader has found, None if it has found none.
+
+    The loader may find the end before torch's signal handler does, and then tells the pid alone.
+    """
+    for frame, _ in walk_tb(error.__traceback__):
+        workers = frame.f_locals.get(LOCAL_OF_LOADER)
+        for worker in workers if isinstance(workers, list) else ():
+            if not isinstance(worker, BaseProcess):  # a list of the user's
+                return None
+            pid = worker.pid
+            if worker.exitcode and worker.exitcode < 0:
+                how = signal.strsignal(-worker.exitcode)
+                return f"DataLoader worker (pid {pid}) is killed by signal: {how}."
+            code = worker.exitcode
+            return f"DataLoader worker (pid {pid}) exited unexpectedly with exit code {code}."
+    return None
 
 
 def _ask_torch(error: BaseException) -> str | None:

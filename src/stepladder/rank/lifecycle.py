@@ -140,6 +140,7 @@ def _record_error(rank: int, error: BaseException, error_file: Path, is_script: 
     if isinstance(error, SystemExit):
         code = get_exit_code(error)
     elif not is_script:
+        error = name_failed_worker(error)  # which reads frames that folding drops
         fold_traceback(error)
     if is_failure(code):
         RankError.from_error(rank, error).write(error_file)

@@ -20,6 +20,7 @@ from torch.nn import functional
 from torch.optim import optimizer as optimizers
 from torch.utils.data._utils import fetch
 
+from stepladder.tools.check.probe import digests
 from stepladder.tools.check.probe.hooks_train import (
     is_inner_step,
     is_recorded_fully,
@@ -148,15 +149,9 @@ def sample_tensors(tensors: dict[str, Any]) -> dict[str, list[float]]:
 
 
 def sample_tensor(tensor: Any, count: int) -> list[float]:
-    tensor = tensor.detach()
-    if hasattr(tensor, "full_tensor"):  # a collective of all ranks, which step at the same time
-        tensor = tensor.full_tensor()
-    if tensor.is_sparse:
-        tensor = tensor.to_dense()
-    flat = tensor.reshape(-1)
+    flat = digests.flatten(tensor)
     norm = float(torch.linalg.vector_norm(flat.float(), dtype=torch.float64))
-    stride = max(1, flat.numel() // count)
-    values: list[float] = flat[::stride][:count].double().tolist()
+    values: list[float] = digests.sample_elements(flat, count).tolist()
     return [norm, *values]
 
 

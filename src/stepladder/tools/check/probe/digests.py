@@ -51,6 +51,23 @@ def copy_to_cpu(tensor: Any) -> Any:
 
 
 @default_on_error(list)
+def flatten(tensor: Any) -> Tensor:
+    """Return all elements of a tensor in one dimension: of a shard's whole tensor, and dense."""
+    values: Any = tensor.detach()
+    if hasattr(values, "full_tensor"):  # a collective of all ranks, which step at the same time
+        values = values.full_tensor()
+    if values.is_sparse:
+        values = values.to_dense()
+    flat: Tensor = values.reshape(-1)
+    return flat
+
+
+def sample_elements(flat: Tensor, count: int) -> Tensor:
+    """Return up to `count` elements at equal distances, in double precision."""
+    stride = max(1, flat.numel() // count)
+    return flat[::stride][:count].double()
+
+
 def gradient_sums(parameters: list[Any]) -> list[float]:
     """Return the sum over every second element of each of the first gradients."""
     sums = []

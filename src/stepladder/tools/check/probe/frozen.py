@@ -24,6 +24,7 @@ from torch.optim import optimizer as optimizers
 from torch.utils.data import DataLoader
 
 from stepladder.tools.check.events import MeanGradient
+from stepladder.tools.check.probe import digests
 from stepladder.tools.check.probe.hooks_data import CheckIsDone
 from stepladder.tools.check.probe.hooks_model import called_models
 from stepladder.tools.check.probe.hooks_train import (
@@ -55,21 +56,9 @@ class GradientSum:
         self.steps += 1
         self.rows += rows
         for name, gradient in gradients.items():
-            elements = sample_elements(gradient)
+            elements = digests.sample_elements(digests.flatten(gradient), MAX_ELEMENTS).cpu()
             self.squares += rows * float(elements.square().sum())
             self.sums[name] = self.sums.get(name, 0.0) + rows * elements
-
-
-def sample_elements(gradient: Tensor) -> Tensor:
-    """Return elements of a gradient at equal distances, in double precision."""
-    gradient = gradient.detach()
-    if hasattr(gradient, "full_tensor"):  # a collective of all ranks, which step at the same time
-        gradient = gradient.full_tensor()
-    if gradient.is_sparse:
-        gradient = gradient.to_dense()
-    flat = gradient.reshape(-1)
-    stride = max(1, flat.numel() // MAX_ELEMENTS)
-    return flat[::stride][:MAX_ELEMENTS].double().cpu()
 
 
 class FrozenWeights:
