@@ -92,6 +92,26 @@ def write_text(text: str, stream: TextIO | None, end: str = "\n") -> None:
     _write(f"{make_printable(text)}{end}", stream)
 
 
+class LossyStream:
+    """A stream for a library that writes itself: what the stream does not accept is lost.
+
+    Its other attributes are those of the stream.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        _write(text, self._stream)
+        return len(text)
+
+    def flush(self) -> None:
+        """Do nothing: each write flushes."""
+
+
 def make_printable(text: str, allowed: str = "\n\t") -> str:
     """Return the text with its control characters escaped, as Python's repr does.
 

@@ -8,7 +8,7 @@ from typing import TextIO
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from stepladder.core.console import is_terminal, make_printable, write_text
+from stepladder.core.console import LossyStream, is_terminal, make_printable, write_text
 from stepladder.core.terminal import make_console
 
 PLAIN_LINE_INTERVAL_S = 10.0
@@ -34,7 +34,7 @@ class ProgressBar:
         if is_shown:
             self.stream = sys.stderr
         self.bar: Progress | None = None
-        if is_terminal(self.stream):
+        if self.stream is not None and is_terminal(self.stream):
             self.bar = Progress(
                 TextColumn("step"),
                 MofNCompleteColumn(),
@@ -42,7 +42,7 @@ class ProgressBar:
                 TimeRemainingColumn(),
                 TextColumn("loss {task.fields[loss]:.4f}"),
                 TextColumn("{task.fields[speed]:,.0f} " + f"{make_printable(unit)}/s"),
-                console=make_console(file=self.stream),
+                console=make_console(file=LossyStream(self.stream)),  # the terminal may be closed
                 transient=True,
             )
             self.bar.add_task("", total=num_steps, completed=first_step, loss=0.0, speed=0.0)
