@@ -273,6 +273,8 @@ CHANGES = (
     "a logger",
     "a launcher or a cluster whose variables are read",
     "a rule of `check`",
+    "a relation of `check`",
+    "a kind of job that `--sync exact` must hold or refuse",
     "a cause of `parity`",
     "a rule of `doctor` or of `submit --lint`",
     "a sharding variant",
