@@ -66,15 +66,16 @@ READ_RANK_VARIABLES = [
 ]  # check starts ranks
 ALSO_READ = {
     (
-        "train.process_group",
+        "train.script_world",
         "LOCAL_RANK",
     ): "a group that the caller's own script made has no local rank of its own",
-    ("train.process_group", "LOCAL_WORLD_SIZE"): "the same",
+    ("train.script_world", "LOCAL_WORLD_SIZE"): "the same",
     ("storage.run_dir", "SLURM_JOB_ID"): "the lock names the job that holds it",
 }
 RANK_VARIABLE = re.compile(r"(LOCAL_|GROUP_)?RANK|(LOCAL_)?WORLD_SIZE|SLURM_\w+|(PMI|OMPI|MV2)_\w+")
 
 MAX_FILE_LINES = 600
+MAX_LOADER_MODULES = 50
 
 
 @dataclass(frozen=True)
@@ -233,6 +234,16 @@ def test_nothing_that_starts_up_imports_torch() -> None:
     assert json.loads(ran.stdout) is None, (
         f"importing stepladder.{json.loads(ran.stdout)} imports torch"
     )
+
+
+def test_the_loader_brings_little_with_it() -> None:
+    """A script that takes it alone needs no exchange between ranks and no run directory."""
+    code = "import sys; from stepladder import Loader; print(*sys.modules)"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = [name for name in ran.stdout.split() if name.startswith("stepladder.")]
+    assert "stepladder.train.loader" in loaded
+    assert len(loaded) <= MAX_LOADER_MODULES
+    assert not [name for name in loaded if name.startswith("stepladder.exchange")]
 
 
 def rank_variables_in(tree: ast.Module) -> set[str]:

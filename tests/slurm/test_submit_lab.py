@@ -145,7 +145,10 @@ def test_signals_requeues_and_the_time_limit_cost_no_step(jobs: Jobs) -> None:
     for folder in folders:
         folder.mkdir()
     arguments = ("--", "train", GATES, *EXACT, "--run-dir")
-    limited = jobs.submit("--nodes", 2, "--time", 3, *arguments, "limited", GATES=f"{folders[0]} 7")
+    # Variables that sbatch puts before what a script says, and that may stand in a user's profile.
+    of_user = {"SBATCH_NO_REQUEUE": 1, "SBATCH_TIMELIMIT": 1, "SBATCH_SIGNAL": "INT@9"}
+    limit = ("--nodes", 2, "--time", 3)
+    limited = jobs.submit(*limit, *arguments, "limited", GATES=f"{folders[0]} 7", **of_user)
     job = jobs.submit("--nodes", 2, *arguments, "signalled", GATES=f"{folders[1]} 7 14")
     jobs.is_held(limited, folders[0] / "at-7")
     jobs.lab.slurm("scontrol", "update", f"JobId={limited}", "TimeLimit=2")

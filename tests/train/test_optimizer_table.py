@@ -93,6 +93,16 @@ def test_each_optimizer_and_schedule_of_torch_is_decided() -> None:
     assert list_classes(lr_scheduler, lr_scheduler.LRScheduler) == set(SCHEDULES) - {"SWALR"}
 
 
+def test_an_option_that_torch_refuses_in_a_step_is_one_line(tmp_path: Path) -> None:
+    def make(kind: str) -> Job:
+        job = make_job("AdamW")
+        job.optimizer.param_groups[0]["capturable"] = True
+        return job
+
+    results = train_in_ways(make, ["AdamW"], tmp_path, ["one"])
+    assert "refused: a step of AdamW fails: If capturable=True" in results["one"]["AdamW"]
+
+
 @pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.parametrize("table", [OPTIMIZERS, SCHEDULES], ids=["optimizers", "schedules"])

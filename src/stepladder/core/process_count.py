@@ -7,7 +7,6 @@ import subprocess
 
 from stepladder.core.errors import InputError
 from stepladder.core.numbers import parse_whole_number
-from stepladder.core.settings import Settings
 
 # More could only wait for each other, and a mistyped number would fill the machine.
 MAX_PROCESSES_PER_CORE = 16
@@ -95,14 +94,19 @@ def count_cores() -> int:
     return os.cpu_count() or 1
 
 
-def choose_threads_per_rank(settings: Settings, ranks_per_node: int) -> int:
+def choose_threads_per_rank(threads: int | None, sync: str, ranks_per_node: int) -> int:
     """Return the threads of one rank: an equal part of the cores, or 1 in exact mode.
 
     In exact mode the number of threads decides the order of additions, and so the result.
+
+    Args:
+        threads: As --threads has it.
+        sync: As --sync has it.
+        ranks_per_node: How many ranks share the cores.
     """
-    if settings.threads:
-        return settings.threads
-    if settings.sync == "exact":
+    if threads:
+        return threads
+    if sync == "exact":
         return 1
     return max(1, count_cores() // ranks_per_node)
 

@@ -1,14 +1,30 @@
-"""What a process does on signals while others work for it, and while it records its end."""
+"""Signals: of a parent that ends, while others work for a process, and while it records its end."""
 
 from __future__ import annotations
 
+import ctypes
+import os
 import signal
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing import parent_process
 
+PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 FIRST_SIGNAL_EXIT_CODE = 128  # to which a shell adds the number of the signal
+
+
+def die_with_parent() -> None:
+    """Ask Linux to kill this process when its parent ends, or end it if the parent has ended.
+
+    `kill -9` of a launcher must leave no rank: an orphan would go on writing to the run directory.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    launcher = parent_process()
+    if launcher is not None and not launcher.is_alive():
+        os._exit(1)
 
 
 @contextmanager

@@ -21,12 +21,11 @@ from torch.utils.data import Dataset, IterableDataset, default_collate
 
 from stepladder.core.errors import InputError, as_input_error
 from stepladder.core.order import Chunks
-from stepladder.data.formats.arrays import MAX_NUMBER_BYTES
 from stepladder.data.loader import make_loader
 from stepladder.data.shards.dataset import Shards
 from stepladder.data.shards.reader import ShardReader, validate_process
 from stepladder.data.source import Source, is_source, make_chunks
-from stepladder.data.table import Ragged
+from stepladder.data.table import MAX_NUMBER_BYTES, Ragged
 from stepladder.data.workers import PackedError, limit_start_time, stop_workers
 
 Indices = NDArray[np.int64]

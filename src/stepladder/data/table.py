@@ -17,6 +17,7 @@ from stepladder.core.errors import InputError, as_input_error
 Block = dict[str, Any]  # by column: an array (rows, *shape), or Ragged
 BLOCK_ROWS = 4096
 BLOCK_BYTES = 1 << 20
+MAX_NUMBER_BYTES = 8  # torch has no longer numbers
 LENGTH_BYTES = 16  # of a row of a list: where it ends, in memory and in the file
 REPAIR_HINT = "repair or replace the file"
 

@@ -14,9 +14,9 @@ from typing import Any, NoReturn
 
 from stepladder.core.console import print_message
 from stepladder.core.errors import InputError, get_text
+from stepladder.core.signals import die_with_parent
 from stepladder.core.sockets import send_tensors_by_open_socket
 from stepladder.core.tracebacks import RemoteTraceback, fold_traceback
-from stepladder.rank.lifecycle import die_with_parent
 from stepladder.rank.stacks import blocks_signal
 from stepladder.rank.torch_fixes import get_loader_workers, shut_down_loader_workers
 from stepladder.rank.torch_fixes_loader import report_unsent_batches

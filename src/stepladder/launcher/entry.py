@@ -218,7 +218,7 @@ def make_job_group(
         recovers_in_place=recovers_in_place,
         accepts_joining_nodes=recovers_in_place and may_join,
     )
-    threads = choose_threads_per_rank(settings, nproc)
+    threads = choose_threads_per_rank(settings.threads, settings.sync, nproc)
     return LocalGroup(partial(train_rank, request), threads, limits, spec)
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from stepladder.core.errors import InputError
 from stepladder.core.numbers import MAX_PORT, parse_whole_number
+from stepladder.core.signals import die_with_parent
 from stepladder.launcher.host import NO_FOLDER_CODE, NO_PYTHON_CODE, Host, make_environment_script
-from stepladder.rank.lifecycle import die_with_parent
 
 MAX_PARALLEL_PROBES = 32  # each one is an ssh process here, and a Python process there
 PROBE_TIMEOUT_S = 60.0  # Python may load from a busy network file system

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import multiprocessing
 import os
@@ -14,7 +13,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from multiprocessing import parent_process
 from multiprocessing.util import register_after_fork
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -32,7 +30,7 @@ from stepladder.core.errors import (
     get_reason,
     is_failure,
 )
-from stepladder.core.signals import mute_signal_handlers
+from stepladder.core.signals import die_with_parent, mute_signal_handlers
 from stepladder.core.tracebacks import fold_traceback, skip_launcher_frames
 from stepladder.rank.error_record import RankError
 from stepladder.rank.exit_record import choose_end_code, write_end
@@ -50,25 +48,12 @@ from stepladder.rank.torch_fixes import (
 )
 from stepladder.rank.torch_fixes_store import bind_store_to_loopback
 
-PR_SET_PDEATHSIG = 1  # of prctl(2)
 # Signals that a rank must receive. The fork server blocks them, and each rank unblocks them.
 RANK_SIGNALS = {signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2}
 ERROR_FILE_VARIABLE = "STEPLADDER_ERRORS"  # where a rank records its error for its launcher
 EXIT_TIMEOUT_S = 5.0  # how long the interpreter may take to end after an exception
 EXIT_CALLBACKS: list[Callable[[], None]] = []  # called after the work, when its error is written
 _failure_codes: list[int] = []  # one exit code if a job has failed in this process, else empty
-
-
-def die_with_parent() -> None:
-    """Ask Linux to kill this process when its parent ends, or end it if the parent has ended.
-
-    `kill -9` of a launcher must leave no rank: an orphan would go on writing to the run directory.
-    """
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    launcher = parent_process()
-    if launcher is not None and not launcher.is_alive():
-        os._exit(1)
 
 
 def _die_with_rank(_: object) -> None:

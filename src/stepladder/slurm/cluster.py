@@ -7,7 +7,7 @@ from collections.abc import Container, Mapping, Sequence
 
 from stepladder.core.errors import InputError
 from stepladder.slurm.batch_job import BatchJob
-from stepladder.slurm.batch_script import collect_secrets, render_batch_script
+from stepladder.slurm.batch_script import collect_secrets, list_options, render_batch_script
 from stepladder.slurm.client import SlurmRefusal, parse_field, run_slurm, show_job
 from stepladder.slurm.partitions import (
     describe_cluster_defaults,
@@ -25,8 +25,14 @@ class SlurmCluster:
     def submit(self, job: BatchJob) -> str:
         """Submit a job, and return its number."""
         try:
+            # Once more as arguments: a variable of the user's, such as SBATCH_NO_REQUEUE, comes
+            # before the options in a script.
             output = run_slurm(
-                "sbatch", "--parsable", text=render_batch_script(job), env=collect_secrets(job)
+                "sbatch",
+                "--parsable",
+                *list_options(job),
+                text=render_batch_script(job),
+                env=collect_secrets(job),
             )
         except SlurmRefusal as error:
             raise InputError(

@@ -116,27 +116,6 @@ def validate_same_definition(
     )
 
 
-def validate_same_files(stored: Any, current: list[list[str]] | None, owner: str) -> None:
-    """Validate that the files of data are those that something was begun with.
-
-    Args:
-        stored: The name and the hash of each file then; None if they were not stored.
-        current: The same now, in the same order. The names may be others, as of a moved folder.
-        owner: What was begun with them, for the message.
-
-    Raises:
-        InputError: There is another number of files, or one has other contents.
-    """
-    if not isinstance(stored, list) or current is None:
-        return
-    hint = f"the files that {owner} was begun with"
-    if len(stored) != len(current):
-        raise InputError(f"{owner} has {len(stored)} files of data, now {len(current)}", hint)
-    for (name, digest), entry in zip(current, stored, strict=True):
-        if not isinstance(entry, list) or entry[-1:] != [digest]:
-            raise InputError(f"{name} has other contents than {owner} was begun with", hint)
-
-
 def find_first_difference(stored: dict[str, Any], current: dict[str, Any]) -> str:
     """Return the first setting in which two definitions differ, "" if they are equal."""
     names = [*DEFINING_SETTINGS, *sorted(stored.keys() | current.keys())]

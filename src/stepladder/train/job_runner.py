@@ -20,9 +20,9 @@ from stepladder.core.console import echo_json, write_text
 from stepladder.core.errors import DONE, STOPPED, InputError, to_one_line
 from stepladder.core.machine_limits import name_machine_errors
 from stepladder.core.settings import Settings, TrainRequest
+from stepladder.core.signals import die_with_parent
 from stepladder.core.world import World
 from stepladder.rank.exit_record import make_end_file_absolute
-from stepladder.rank.lifecycle import die_with_parent
 from stepladder.rank.progress import PROGRESS_VARIABLE
 from stepladder.rank.torch_fixes import defer_dynamo
 from stepladder.storage.run_files import MANIFEST_FILE, SNAPSHOTS_FOLDER, list_snapshots

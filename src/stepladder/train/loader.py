@@ -6,7 +6,7 @@ import atexit
 from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 import torch
@@ -19,11 +19,12 @@ from stepladder.core.numbers import validate_count
 from stepladder.core.order import derive_seed
 from stepladder.core.plan import Plan
 from stepladder.core.world import World
-from stepladder.data.source import get_contents
+from stepladder.data.source import get_contents, validate_same_files
 from stepladder.data.sources import Batches, Request, find_chunks, is_sorted_by_length, open_source
-from stepladder.storage.run_config import validate_same_files
-from stepladder.train.loader_ledger import LoaderLedger
-from stepladder.train.process_group import get_world_of_script
+from stepladder.train.script_world import get_world_of_script
+
+if TYPE_CHECKING:
+    from stepladder.train.loader_ledger import LoaderLedger
 
 NEW_RUN_HINT = "to begin with the first sample, no load_state_dict"
 STATE_HINT = f"what a Loader's state_dict() has returned; {NEW_RUN_HINT}"
@@ -158,6 +159,9 @@ class Loader:
         world = self._world or find_world()
         validate_shares(self._plan, world)
         if self._run_dir is not None:
+            # Late: most loops have no run directory.
+            from stepladder.train.loader_ledger import LoaderLedger
+
             self._ledger = LoaderLedger(self._run_dir, self._plan, world, self._step, self._attempt)
             self._attempt = self._ledger.attempt
         self._batches = self._source.batches(self._requests(world))

@@ -16,6 +16,7 @@ import torch
 
 from stepladder.core.errors import as_input_error
 from stepladder.core.heap import keep_freed_memory
+from stepladder.data.source import validate_same_files
 from stepladder.rank.error_record import record_step
 from stepladder.rank.exit_record import remove_end
 from stepladder.rank.fd_store import has_fd_store
@@ -26,7 +27,6 @@ from stepladder.storage.run_config import (
     describe_environment,
     find_shuffle,
     validate_same_definition,
-    validate_same_files,
 )
 from stepladder.storage.run_dir import RunDir
 from stepladder.storage.run_files import (

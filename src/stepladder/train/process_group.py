@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -12,7 +11,6 @@ import torch.distributed as dist
 
 from stepladder.core.arguments import validate_arguments
 from stepladder.core.errors import InputError
-from stepladder.core.numbers import read_env_number
 from stepladder.core.world import World
 from stepladder.rank.error_reporter import REPORT_TIMEOUT_S, is_first_to_report
 from stepladder.rank.membership import get_control_channel, get_joining_rank
@@ -23,6 +21,7 @@ from stepladder.rank.torch_fixes import (
 )
 from stepladder.train.comm import Comm
 from stepladder.train.group_setup import pick_device
+from stepladder.train.script_world import get_world_of_script
 
 JOINED_KEY = "stepladder/joined"  # in the store: how many ranks have joined the group
 JOINED_POLL_INTERVAL_S = 0.01
@@ -120,14 +119,3 @@ def _count_joined(more: int = 0) -> int:
     """Add to the number of ranks that have joined the group, and return it."""
     count: int = get_default_store().add(JOINED_KEY, more)
     return count
-
-
-def get_world_of_script() -> World:
-    """Return the world of a process group that the calling script has made."""
-    return World(
-        rank=dist.get_rank(),
-        world_size=dist.get_world_size(),
-        local_rank=read_env_number(os.environ, "LOCAL_RANK", dist.get_rank()),
-        ranks_per_node=read_env_number(os.environ, "LOCAL_WORLD_SIZE", dist.get_world_size()),
-        source="the script's own process group",
-    )

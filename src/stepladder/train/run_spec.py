@@ -151,7 +151,9 @@ class RunSpec:
             plan=plan,
             epochs=sizes.epochs,
             num_steps=num_steps,
-            threads=choose_threads_per_rank(settings, comm.world.ranks_per_node),
+            threads=choose_threads_per_rank(
+                settings.threads, settings.sync, comm.world.ranks_per_node
+            ),
             device=comm.device,
             train_source=train_source,
             eval_source=eval_source,

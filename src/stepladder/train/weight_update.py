@@ -6,11 +6,14 @@ from typing import Any
 
 import torch
 
-from stepladder.core.errors import InputError
-from stepladder.train.optimizers import Rate, is_plateau, read_rates
+from stepladder.core.errors import InputError, get_reason
+from stepladder.train.optimizers import Rate, is_plateau, list_optimizers, read_rates
 from stepladder.train.run_spec import RunSpec
 from stepladder.train.state import TrainState
 from stepladder.train.sync.base import Sync
+
+# The errors by which torch's classes refuse their options in a step.
+REFUSALS = (AssertionError, TypeError, ValueError)
 
 
 class WeightUpdate:
@@ -82,7 +85,7 @@ class WeightUpdate:
             learning_rate, is_stepped = self._step_warming_up()
         else:
             learning_rate = read_rates(self.optimizer)[0]
-            is_stepped = self.layout.step(self.state.scaler)
+            is_stepped = self._step_optimizer()
         for param in self.sync.params:
             param.grad = None
         if self.schedules:
@@ -101,10 +104,30 @@ class WeightUpdate:
         for group, rate in zip(groups, full_rates, strict=True):
             group["lr"] = rate * (self.state.step + 1) / self.warmup_steps
         learning_rate = read_rates(self.optimizer)[0]
-        is_stepped = self.layout.step(self.state.scaler)
+        is_stepped = self._step_optimizer()
         for group, rate in zip(groups, full_rates, strict=True):
             group["lr"] = rate
         return learning_rate, is_stepped
+
+    def _step_optimizer(self) -> bool:
+        """Step the optimizer.
+
+        Returns:
+            Whether the step was taken.
+
+        Raises:
+            InputError: A class of torch refuses its own options here.
+        """
+        try:
+            return self.layout.step(self.state.scaler)
+        except REFUSALS as error:
+            kinds = {type(each) for each in list_optimizers(self.optimizer)}
+            if not all(kind.__module__.startswith("torch.optim.") for kind in kinds):
+                raise
+            names = ", ".join(sorted(kind.__name__ for kind in kinds))
+            raise InputError(
+                f"a step of {names} fails: {get_reason(error)}", f"build {names} with other options"
+            ) from error
 
     def _step_schedules(self, is_stepped: bool) -> None:
         if self.job.schedule_per == "step":

@@ -17,7 +17,7 @@ import numpy as np
 
 from stepladder.data import table as tables
 from stepladder.data.formats import idx
-from stepladder.data.table import Block, Column, Table, input_error, report_damage
+from stepladder.data.table import MAX_NUMBER_BYTES, Block, Column, Table, input_error, report_damage
 
 # What reading a damaged file can raise. RuntimeError is zipfile's error for a password.
 ARRAY_DAMAGE = (
@@ -28,7 +28,6 @@ ARRAY_DAMAGE = (
     NotImplementedError,
     RuntimeError,
 )
-MAX_NUMBER_BYTES = 8  # torch has no longer numbers
 MAX_ROW_BYTES = 1 << 30  # a row is in memory
 
 

@@ -16,7 +16,8 @@ from types import TracebackType
 
 from stepladder.core.machine_limits import is_limit_error
 from stepladder.core.paths import FORK_SERVER_VALUE, SAFE_PATH_VARIABLE
-from stepladder.rank.lifecycle import RANK_SIGNALS, die_with_parent
+from stepladder.core.signals import die_with_parent
+from stepladder.rank.lifecycle import RANK_SIGNALS
 
 
 def show_error(

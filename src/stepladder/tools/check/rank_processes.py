@@ -15,10 +15,10 @@ from pathlib import Path
 from stepladder.core.address import find_free_port
 from stepladder.core.console import print_message
 from stepladder.core.process_count import count_cores
+from stepladder.core.signals import die_with_parent
 from stepladder.launcher.diagnose.deadlock import are_stuck
 from stepladder.launcher.diagnose.explanation import Explanation
 from stepladder.launcher.diagnose.hang import find_rank_to_blame
-from stepladder.rank.lifecycle import die_with_parent
 from stepladder.tools.check.events import EnoughPasses, Halt, SpawnsRanks
 from stepladder.tools.check.failure import has_own_error
 from stepladder.tools.check.growing_files import GrowingFiles, is_blocked

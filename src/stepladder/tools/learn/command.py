@@ -21,8 +21,7 @@ from pathlib import Path
 import psutil
 
 from stepladder.core.errors import InputError
-from stepladder.core.signals import exit_on_signals
-from stepladder.rank.lifecycle import die_with_parent
+from stepladder.core.signals import die_with_parent, exit_on_signals
 from stepladder.tools.learn.hang import (
     HANG_TIMEOUT_S,
     StallMeter,

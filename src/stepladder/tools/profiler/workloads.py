@@ -41,7 +41,7 @@ def profile_job(request: TrainRequest, warmup: int, steps: int, nproc: int, fold
         if World.detect().world_size > 1:
             return train()
         validate_process_count(nproc)
-        threads = choose_threads_per_rank(request.settings, nproc)
+        threads = choose_threads_per_rank(request.settings.threads, request.settings.sync, nproc)
         return run_local(LocalGroup(train, threads, Limits(request.settings.timeout)), nproc)
 
 
