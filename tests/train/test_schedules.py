@@ -222,17 +222,18 @@ def freeze(job: Job) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "name"),
+    ("change", "name", "rate"),
     [
-        (change_rate, "lr"),
-        (add_group, "the number of groups"),
-        (freeze, "requires_grad of weights"),
+        (change_rate, "lr", 0.1),
+        (change_rate, "lr", torch.tensor(0.1)),  # in place
+        (add_group, "the number of groups", 0.1),
+        (freeze, "requires_grad of weights", 0.1),
     ],
 )
 def test_a_loss_that_changes_the_optimizer_is_refused_at_that_step(
-    change: Callable[[Job], None], name: str, tmp_path: Path
+    change: Callable[[Job], None], name: str, rate: float | torch.Tensor, tmp_path: Path
 ) -> None:
-    job = make_job(0.1)
+    job = make_job(rate)
     calls = []
 
     def loss(model: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, int]:

@@ -39,11 +39,13 @@ class WeightUpdate:
         self.params = list(spec.job.model.parameters())
         # As they were after the last step, since nothing but a step may change them.
         self.groups: list[dict[str, Any]] = []
+        self.rates: list[Rate] = []
         self.are_trained: list[bool] = []
         self._record_settings()
 
     def _record_settings(self) -> None:
         self.groups = list(map(dict, self.optimizer.param_groups))
+        self.rates = read_rates(self.optimizer)  # copies: a rate may be a tensor
         self.are_trained = [param.requires_grad for param in self.params]
 
     def _validate_settings(self) -> None:
@@ -54,6 +56,8 @@ class WeightUpdate:
             changed.add("requires_grad of weights")
         if len(groups) != len(self.groups):
             changed.add("the number of groups")
+        elif read_rates(self.optimizer) != self.rates:
+            changed.add("lr")
         for group, before in zip(groups, self.groups, strict=False):
             if group != before:
                 changed.update(name for name in group if group[name] != before.get(name))
