@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cached_property
+from itertools import zip_longest
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO, Any
@@ -96,6 +97,13 @@ def train(
     return json.loads(
         done.stdout.splitlines()[-1], parse_constant=lambda word: pytest.fail(f"{word} is not JSON")
     )
+
+
+def first_difference(first: Path, second: Path) -> str:
+    """Where two runs part, for the message of a test: the first lines of metrics.jsonl that differ."""
+    lines = ((run_dir / "metrics.jsonl").read_text().splitlines() for run_dir in (first, second))
+    pairs = zip_longest(*lines)
+    return next((f"{one}\n{other}" for one, other in pairs if one != other), "the same metrics")
 
 
 def audited(run_dir: Path) -> dict[str, Any]:

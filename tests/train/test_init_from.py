@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from processes import refused, run, train
+from processes import first_difference, refused, run, train
 
 MLP = "mlp", "--sync", "exact", "--microbatch", 16
 FROM = "--init-from", "runs/first"
@@ -35,7 +35,8 @@ def test_the_bits_are_the_same_on_any_number_of_processes(first: str, tmp_path: 
     snapshot = "runs/first/snapshots/step_00000008"
     alone = train(*more, *FROM, "--run-dir", "runs/a", cwd=tmp_path)
     two = train(*more, "--init-from", snapshot, "--run-dir", "runs/b", "--nproc", 2, cwd=tmp_path)
-    assert alone["weights_sha256"] == two["weights_sha256"]
+    same = alone["weights_sha256"] == two["weights_sha256"]
+    assert same, first_difference(tmp_path / "runs" / "a", tmp_path / "runs" / "b")
     assert alone["train_loss"] == two["train_loss"]
     assert (
         train(*more, "--run-dir", "runs/c", cwd=tmp_path)["weights_sha256"]
