@@ -106,10 +106,10 @@ def measure(path: Path, text: str | None = None) -> Gauges:
     gauges = counter.gauges
     gauges.lines = len(text.splitlines())
     gauges.tokens = count_tokens(text)
-    nodes = list(ast.walk(tree))
-    gauges.statements = count_statements(tree)
+    statements = list(walk_statements(tree))
+    gauges.statements = len(statements)
     gauges.function_sizes = [
-        count_statements(node) - 1 for node in nodes if isinstance(node, Function)
+        count_statements(node) for node in statements if isinstance(node, Function)
     ]
     return gauges
 
@@ -134,8 +134,17 @@ def count_tokens(text: str) -> int:
     return count
 
 
+def walk_statements(node: ast.AST) -> Iterator[ast.stmt]:
+    """Yield the statements below a node. No expression is looked into: it holds none."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.stmt):
+            yield child
+        if not isinstance(child, ast.expr):
+            yield from walk_statements(child)
+
+
 def count_statements(tree: ast.AST) -> int:
-    return sum(isinstance(node, ast.stmt) for node in ast.walk(tree))
+    return sum(1 for _ in walk_statements(tree))
 
 
 class GaugeCounter(ast.NodeVisitor):
@@ -243,7 +252,7 @@ class GaugeCounter(ast.NodeVisitor):
 
 
 def imported_modules(tree: ast.Module) -> Iterator[str]:
-    for node in ast.walk(tree):
+    for node in walk_statements(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield alias.asname or alias.name.split(".")[0]

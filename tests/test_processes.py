@@ -36,7 +36,7 @@ ENDS = {
     "an error": "raise ValueError('trouble')", "Ctrl-C": "raise KeyboardInterrupt",
     "killed": "os.kill(os.getpid(), 9)", "at once": "os._exit(5)", "terminated": "os.kill(os.getpid(), 15)",
 }  # fmt: skip
-FEW = "a word", "an error", "killed"  # a new interpreter imports torch anew: a second each
+FEW = ("an error",)  # a new interpreter imports torch anew: a second each
 PYTHON = (sys.executable,)
 NEW = (sys.executable, "-W", "default")  # no file or module comes first, so it is a new interpreter
 

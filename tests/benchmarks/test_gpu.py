@@ -48,6 +48,7 @@ def test_a_rehearsal_measures_and_writes_nothing(tmp_path: Path) -> None:
     assert sorted(RESULTS.iterdir()) == before and not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_data_that_is_not_there_is_skipped_by_name(tmp_path: Path) -> None:
     """From a copy of the tree, beside which there is no data."""
     tree = tmp_path / "tree"

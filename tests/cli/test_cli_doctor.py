@@ -51,6 +51,7 @@ def test_it_runs_without_torch(tmp_path: Path) -> None:
     refused(run("doctor", "--comm", cwd=tmp_path, env={"PYTHONPATH": path}), "--comm needs torch")
 
 
+@pytest.mark.slow
 def test_what_a_script_imports_is_timed_and_it_is_not_run(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("import slow\nopen('run', 'w')\n")
     (tmp_path / "slow.py").write_text("import time\ntime.sleep(0.3)\n")

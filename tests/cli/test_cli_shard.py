@@ -105,6 +105,7 @@ def test_bad_input_is_one_line(
     assert not (tmp_path / "s").exists()
 
 
+@pytest.mark.slow
 def test_a_full_disk_then_room(tmp_path: Path) -> None:
     np.savez(tmp_path / "d.npz", x=np.arange(300_000).reshape(3000, 100))
     command = ["-m", "stepladder", "data", "shard", "d.npz", "--out", "s", "--chunk-rows", "100"]

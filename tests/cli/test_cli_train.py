@@ -226,6 +226,7 @@ def test_nothing_but_damaged_snapshots_is_refused(copied: Path) -> None:
     assert done.stderr == f"{line}\n"
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_said_and_leaves_no_half_snapshot(tmp_path: Path) -> None:
     """`ulimit -f` refuses files beyond 200 kB, as a full disk would."""
     command = ("bash", "-c", 'ulimit -f 200; exec "$@"', "bash", sys.executable, "-m", "stepladder")

@@ -57,6 +57,7 @@ def test_a_run_keeps_no_secret_and_goes_on_with_it(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     find_spec("mlflow") is None, reason="MLflow is not installed: stepladder[mlflow]"
 )

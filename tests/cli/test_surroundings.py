@@ -52,10 +52,10 @@ def needs(*programs: str) -> None:
     [
         ("train", "mlp"),
         ("run", "s.py"),
-        ("audit", "/r"),
-        ("doctor",),
-        ("learn",),
-        ("verify", "mlp"),
+        *(
+            pytest.param(arguments, marks=pytest.mark.slow)
+            for arguments in (("audit", "/r"), ("doctor",), ("learn",), ("verify", "mlp"))
+        ),
     ],
 )
 def test_a_working_folder_that_was_removed_is_one_line(
@@ -153,6 +153,7 @@ def test_without_a_home_and_a_users_entry_only_lessons_need_one(tmp_path: Path) 
     )
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_64_open_files_are_enough(tmp_path: Path) -> None:
     limited = ["bash", "-c", 'ulimit -n 64; exec "$@"', "bash", *COMMAND]
@@ -264,6 +265,7 @@ def test_a_home_that_nobody_can_write_is_one_line_for_what_is_kept_there(tmp_pat
     assert under(*apart, *SHORT, cwd=work, **env).returncode == 0
 
 
+@pytest.mark.slow
 @needs_root
 def test_a_run_directory_on_a_read_only_mount_is_one_line(tmp_path: Path) -> None:
     needs("unshare")
@@ -321,6 +323,7 @@ def test_in_a_container_jobs_train_and_check_changes_no_file(
     assert json.loads(done.stdout)["isolation"]["mechanism"] == mechanism
 
 
+@pytest.mark.slow
 def test_a_jobs_own_end_of_file_is_no_end_of_what_is_typed(tmp_path: Path) -> None:
     job = (
         (JOBS / "trouble.py")
@@ -419,6 +422,7 @@ def clock_of(env: dict[str, str]) -> float:
     )
 
 
+@pytest.mark.slow
 @needs_root
 def test_other_clocks_than_the_machines_change_nothing(tmp_path: Path) -> None:
     """In a time namespace, as a container that was moved to another machine may have it."""

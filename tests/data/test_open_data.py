@@ -110,6 +110,7 @@ def test_over_http_each_part_is_fetched_once_by_all_processes(
     assert set(ranges.values()) == {1}
 
 
+@pytest.mark.slow
 def test_a_run_over_http_resumes_on_another_number_of_processes(
     served: Server, tmp_path: Path
 ) -> None:

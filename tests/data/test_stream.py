@@ -146,6 +146,7 @@ class Reading:
         return self.read
 
 
+@pytest.mark.slow
 def test_resumed_at_any_step_on_other_ranks_it_reads_the_same(folder: Path) -> None:
     check_resume(lambda _name: Reading(folder), 22, [1, 2, 7, 10, 11, 15])
 
@@ -220,6 +221,7 @@ print(json.dumps([read, (peak - before) / 1e6]))
 """
 
 
+@pytest.mark.slow
 def test_reading_takes_less_than_100_mb(tmp_path: Path) -> None:
     rows = ({"x": np.full(10_000, i % 256, np.uint8)} for i in range(20_000))
     write_shards(rows, tmp_path / "s")

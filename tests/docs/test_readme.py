@@ -37,7 +37,9 @@ def test_each_door_shows_its_output() -> None:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    ("number", "exit_code"), [(0, 1), (1, 0)], ids=["a script that hangs", "a run that is killed"]
+    ("number", "exit_code"),
+    [(0, 1), pytest.param(1, 0, marks=pytest.mark.slow)],
+    ids=["a script that hangs", "a run that is killed"],
 )
 def test_a_door_prints_what_is_shown(number: int, exit_code: int, tmp_path: Path) -> None:
     block = doors("run")[number]

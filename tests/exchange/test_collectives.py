@@ -206,7 +206,7 @@ def beside_gloo(_: Any, collective: Callable[[Any, int], list[Any]]) -> tuple[An
     return results[0], results[1]
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize(
     "collective",
     [

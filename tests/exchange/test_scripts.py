@@ -317,6 +317,7 @@ if sys.argv[1] == "destroy":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["destroy", pytest.param("leave", marks=pytest.mark.slow)])
 def test_the_interpreter_ends_after_the_thread_of_a_collective(tmp_path: Path, end: str) -> None:
     script = tmp_path / "busy.py"

@@ -79,6 +79,7 @@ def test_the_logs_of_a_job_that_has_ended_without_output_say_so(
         assert f"job {job}" in done.stderr and "is not there" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_a_cancelled_job_has_saved_a_snapshot(local: dict[str, str], tmp_path: Path) -> None:
     job = submit(local, tmp_path, *TRAIN, "--epochs", 100_000, "--lr", 1e-6, "--snapshot-every", 50)

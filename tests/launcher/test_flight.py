@@ -54,6 +54,7 @@ def explain_dumps(file: Path, form: str = "flight") -> Explanation:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_a_real_recording_tells_who_is_missing(tmp_path: Path) -> None:
     file = record(tmp_path)

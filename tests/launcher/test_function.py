@@ -141,6 +141,7 @@ except RuntimeError as error:
 """
 
 
+@pytest.mark.slow
 def test_a_notebook_s_cells_are_ranks(tmp_path: Path, short_folder: Path) -> None:
     nbclient = pytest.importorskip("nbclient")
     nbformat = pytest.importorskip("nbformat")

@@ -63,6 +63,7 @@ def test_a_script_runs_on_all_hosts_with_our_folder_and_environment(
     assert found[0]["argv"] == ["my script.py", "about"] and found[0]["path"] == str(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_a_job_of_grid_engine_runs_on_the_hosts_of_its_file(server: Server, tmp_path: Path) -> None:
     lines = [f"{host} 1 all.q@{host} UNDEFINED\n" for host in server.hosts[:AGENTS]]
@@ -112,6 +113,7 @@ def test_a_failure_on_one_host_ends_all(flags: tuple[object, ...], tmp_path: Pat
     assert done.stderr.count("Traceback") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     "number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGKILL]

@@ -154,6 +154,7 @@ def test_fresh_stays_fresh_where_a_rank_is_lost_before_it_has_begun(
     ends_as_unbroken(tmp_path, unbroken, resumed_from=0)
 
 
+@pytest.mark.slow
 def test_where_the_process_is_killed_that_ranks_are_forked_from_there_is_a_new_one(
     tmp_path: Path,
 ) -> None:
@@ -171,7 +172,7 @@ def test_where_the_process_is_killed_that_ranks_are_forked_from_there_is_a_new_o
         assert process.wait(SECONDS) == 0
 
 
-@pytest.mark.parametrize("nproc", [1, 2])
+@pytest.mark.parametrize("nproc", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_closed_terminal_stops_a_run_with_a_snapshot(
     tmp_path: Path, unbroken: dict[str, Any], nproc: int
 ) -> None:
@@ -188,6 +189,7 @@ def test_a_closed_terminal_stops_a_run_with_a_snapshot(
     assert train(TROUBLE, "--nproc", nproc, cwd=tmp_path)["resumed_from_step"] == 7
 
 
+@pytest.mark.slow
 def test_under_nohup_a_closed_terminal_changes_nothing(tmp_path: Path) -> None:
     command = ["nohup", sys.executable, "-m", "stepladder", "train", TROUBLE]
     env = {**os.environ, "TROUBLE": "hangup 0 7"}
@@ -196,6 +198,7 @@ def test_under_nohup_a_closed_terminal_changes_nothing(tmp_path: Path) -> None:
     assert train(TROUBLE, cwd=tmp_path)["steps"] == 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "closed",
     [
@@ -228,8 +231,15 @@ def test_closed_streams_take_nothing_from_the_files_that_are_opened_next(
     assert read_owner(tmp_path / "run")["attempt"] == 1
 
 
-@pytest.mark.parametrize("to_all", [False, True], ids=["launcher", "group"])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    ("number", "to_all"),
+    [
+        (signal.SIGTERM, False),
+        (signal.SIGINT, True),
+        pytest.param(signal.SIGTERM, True, marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, False, marks=pytest.mark.slow),
+    ],
+)
 def test_a_signal_stops_with_a_snapshot_and_the_run_resumes(
     number: int,
     to_all: bool,

@@ -35,6 +35,7 @@ def test_a_batch_that_cannot_be_sent_is_an_error(tmp_path: Path) -> None:
     assert "rank 1 failed: AttributeError: in DataLoader worker process 0: Can't pickle" in shown
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_full_shared_memory_is_named_and_no_file_stays() -> None:
     inside = ["unshare", "--mount", "sh", "-c"]

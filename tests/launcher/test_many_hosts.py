@@ -162,7 +162,12 @@ def test_a_host_that_never_answers_is_one_line(
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)]
+    ("number", "code"),
+    [
+        pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow),
+        (signal.SIGKILL, -9),
+    ],
 )
 def test_a_launcher_that_ends_while_it_asks_leaves_no_ssh(
     number: signal.Signals, code: int, hanging: Server, tmp_path: Path

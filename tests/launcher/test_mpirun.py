@@ -42,6 +42,7 @@ def test_train_under_mpirun_has_the_bits_of_nproc_2(tmp_path: Path) -> None:
     assert [result[name] for name in names] == [expected[name] for name in names]
 
 
+@pytest.mark.slow
 def test_a_script_under_mpirun_gets_torchrun_s_variables(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(PRINTS_RANK)
     done = run("run", "script.py", cwd=tmp_path, command=(*MPIRUN, "2", *COMMAND))
@@ -49,6 +50,7 @@ def test_a_script_under_mpirun_gets_torchrun_s_variables(tmp_path: Path) -> None
     assert sorted(done.stdout.splitlines()) == ["0 2 1.0", "1 2 1.0"]
 
 
+@pytest.mark.slow
 def test_one_rank_of_mpirun_starts_its_own_ranks(tmp_path: Path) -> None:
     done = run(
         "train", TROUBLE, "--json", "--nproc", 2, cwd=tmp_path, command=(*MPIRUN, "1", *COMMAND)

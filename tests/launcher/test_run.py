@@ -89,7 +89,13 @@ def test_a_tutorial_s_script_runs_as_under_torchrun(tmp_path: Path, env: dict[st
 
 
 @pytest.mark.parametrize(
-    "how", [(), ("--start-method", "spawn"), ("-m",)], ids=["forked", "spawned", "module"]
+    "how",
+    [
+        (),
+        pytest.param(("--start-method", "spawn"), marks=pytest.mark.slow),
+        pytest.param(("-m",), marks=pytest.mark.slow),
+    ],
+    ids=["forked", "spawned", "module"],
 )
 def test_the_script_is_main_and_knows_who_it_is(
     how: tuple[str, ...], tmp_path: Path, env: dict[str, str]
@@ -298,7 +304,9 @@ def held(word: str, folder: Path, env: dict[str, str]) -> Iterator[Started]:
         yield running
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, signal.SIGINT, pytest.param(signal.SIGHUP, marks=pytest.mark.slow)]
+)
 def test_a_signal_reaches_the_ranks_and_75_comes_back(
     number: signal.Signals, tmp_path: Path, env: dict[str, str]
 ) -> None:

@@ -53,7 +53,7 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.parametrize(
     ("nproc", "plant"),
     [
-        (2, "full"),
+        pytest.param(2, "full", marks=pytest.mark.slow),
         (2, "gone"),
         pytest.param(2, "read-only", marks=pytest.mark.slow),
         *(

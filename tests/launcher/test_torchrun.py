@@ -45,6 +45,7 @@ def test_bad_input_is_one_line_of_all_ranks(arguments: tuple[str, ...], tmp_path
     assert done.stderr.count("error: ") == 1 and ". HINT: " in done.stderr, done.stderr
 
 
+@pytest.mark.slow
 def test_kill_9_of_torchrun_leaves_no_rank_alive_and_the_run_resumes(tmp_path: Path) -> None:
     """torchrun starts ranks in sessions of their own, where no signal to its group reaches them."""
     marker = tmp_path / "marker"

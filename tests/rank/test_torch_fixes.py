@@ -81,6 +81,7 @@ def python(*lines: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_an_optimizer_steps_to_the_same_bits_without_the_tracer() -> None:
     python(
         "defer_dynamo()",

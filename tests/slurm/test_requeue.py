@@ -255,10 +255,10 @@ from stepladder.rank.lifecycle import run_and_exit
 def fail(): raise {error}("trouble", "mend it")
 run_and_exit(fail)
 """
+    (tmp_path / "fail.py").write_text(fail)
     end_file = tmp_path / "ended.json"
     done = run(
-        "-c",
-        fail,
+        "fail.py",
         cwd=tmp_path,
         env={END_FILE_VARIABLE: f"7:{end_file}", "SLURM_JOB_ID": "7"},
         command=(sys.executable,),

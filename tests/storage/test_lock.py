@@ -127,7 +127,7 @@ def runs() -> Iterator[Callable[..., Run]]:
         yield start
 
 
-@pytest.mark.parametrize("locks", [True, False])
+@pytest.mark.parametrize("locks", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_of_three_fresh_runs_that_wait_for_a_killed_one_one_lives(
     tmp_path: Path, locks: bool
 ) -> None:

@@ -193,6 +193,7 @@ def test_a_lock_with_senseless_values_is_an_ended_runs(text: str, tmp_path: Path
     run_dir.close()
 
 
+@pytest.mark.slow
 def test_the_metrics_of_a_long_run_are_cut_in_little_memory(tmp_path: Path) -> None:
     import tracemalloc
 

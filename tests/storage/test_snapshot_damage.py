@@ -170,7 +170,13 @@ def save_on_a_full_disk(_comm: object, folder: Path, limit: int) -> str:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    "limit", [0, 100_000, 300_000], ids=["no byte", "within the model", "within the state"]
+    "limit",
+    [
+        pytest.param(0, marks=pytest.mark.slow),
+        pytest.param(100_000, marks=pytest.mark.slow),
+        300_000,
+    ],
+    ids=["no byte", "within the model", "within the state"],
 )
 def test_a_full_disk_is_an_input_error_and_leaves_the_older_snapshots_and_nothing_half_written(
     folder: Path, limit: int

@@ -32,6 +32,7 @@ from diff_plants import PLANTS, pair
 pytestmark = pytest.mark.ranks
 # One plant for each kind of evidence.
 QUICK = ("seed", "order", "edited", "data", "activation", "weight", "same")
+QUICKEST = ("order", "edited", "weight", "same")
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +92,11 @@ SLOW = [name for name in PLANTS if name not in QUICK][::3]  # benchmarks/diff.py
 
 
 @pytest.mark.parametrize(
-    "name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
+    "name",
+    [
+        pytest.param(name, marks=() if name in QUICKEST else pytest.mark.slow)
+        for name in (*QUICK, *SLOW)
+    ],
 )
 def test_what_is_planted_is_named(folder: Path, name: str) -> None:
     plant = PLANTS[name]

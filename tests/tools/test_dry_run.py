@@ -171,7 +171,7 @@ def test_a_loss_that_reads_weights_past_forward_has_figures_without_full(
     assert "the loss uses weights where they are not gathered" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("sync", ["ddp", "exact"])
+@pytest.mark.parametrize("sync", [pytest.param("ddp", marks=pytest.mark.slow), "exact"])
 def test_full_is_computed_by_rows_and_leaves_no_group(
     sync: Literal["ddp", "exact"], tmp_path: Path
 ) -> None:
@@ -182,6 +182,7 @@ def test_full_is_computed_by_rows_and_leaves_no_group(
     assert rows.peak < unsharded.peak and not torch.distributed.is_initialized()
 
 
+@pytest.mark.slow
 def test_full_is_computed_again_where_groups_have_other_names(tmp_path: Path) -> None:
     settings = replace(settings_of("exact", tmp_path), shard="full")
     first = estimated(settings, 2)
@@ -201,7 +202,7 @@ def test_full_holds_its_share_of_everything_and_two_blocks(tmp_path: Path) -> No
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("sync", ["ddp", "exact"])
+@pytest.mark.parametrize("sync", [pytest.param("ddp", marks=pytest.mark.slow), "exact"])
 def test_full_is_computed_near_what_is_measured(
     sync: Literal["ddp", "exact"], tmp_path: Path
 ) -> None:
@@ -266,6 +267,7 @@ def each_warning() -> Iterator[None]:
     torch.set_warn_always(False)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("each_warning")
 @pytest.mark.filterwarnings("error:Accessing the data pointer")  # it would be noise on stderr
 def test_the_command_has_figures_of_exact_full(

@@ -167,7 +167,7 @@ def test_a_job(tmp_path: Path, shard: str) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("by_gloo", [False, True])
+@pytest.mark.parametrize("by_gloo", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("shard", "expected"),
     [("none", (False, False)), ("optimizer", (False, True)), ("full", (True, False))],
@@ -245,7 +245,7 @@ for step in range(int(sys.argv[1])):
 @pytest.mark.parametrize(
     "args, found",
     [
-        ((0,), "script.py made no optimizer step"),
+        pytest.param((0,), "script.py made no optimizer step", marks=pytest.mark.slow),
         (
             (5, "--nproc", 2),
             "made 5 optimizer steps, but --warmup 5 and --steps 30 need 35. HINT: --warmup 1 --steps 4",
@@ -256,6 +256,7 @@ def test_a_script_that_ends_too_early(args: tuple[object, ...], found: str, tmp_
     refused_for("script.py", *args, found=found, cwd=tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_a_script_that_raises_keeps_its_traceback(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)

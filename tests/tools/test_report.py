@@ -90,8 +90,8 @@ def train_where_rank_1_is_slow(comm: Comm, run_dir: Path, shard: str, sync: str)
     ("shard", "sync", "by_gloo"),
     [
         ("none", "exact", False),
-        ("optimizer", "ddp", True),
-        ("full", "exact", False),
+        pytest.param("optimizer", "ddp", True, marks=pytest.mark.slow),
+        pytest.param("full", "exact", False, marks=pytest.mark.slow),
         pytest.param("optimizer", "exact", False, marks=pytest.mark.slow),
         pytest.param("full", "ddp", False, marks=pytest.mark.slow),
         pytest.param("full", "exact", True, marks=pytest.mark.slow),

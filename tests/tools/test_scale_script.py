@@ -129,6 +129,7 @@ def test_optimizers_that_step_in_turn_are_counted(tmp_path: Path) -> None:
     assert "2 optimizers step in turn: a step here is one of theirs." in done.stdout, done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "args",
     [(JOBS / "tutorial.py", 10**6, 1), pytest.param(("mlp", "--nproc", 2), marks=pytest.mark.slow)],
@@ -153,6 +154,7 @@ def has_begun(folder: Path) -> bool:
         return False
 
 
+@pytest.mark.slow
 def test_a_script_that_makes_no_step_or_too_few(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("print('hello')")
     done = run("scale", "script.py", *SHORT, cwd=tmp_path)

@@ -12,8 +12,9 @@ import pytest
 
 pytestmark = pytest.mark.ranks
 
-QUICK = ["mixup by numpy", "float64", "weight written through numpy"]
+QUICK = ["float64", "weight written through numpy"]
 SLOW = [
+    "mixup by numpy",
     "random numbers for some microbatches",
     "batch norm that some microbatches skip",
     "sparse gradients",

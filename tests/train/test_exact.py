@@ -282,7 +282,9 @@ def alone() -> Comm:
     ("job", "settings"),
     [
         ({}, {}),
-        ({"optimizer": "sgd", "unused": True}, {"precision": "bf16"}),
+        pytest.param(
+            {"optimizer": "sgd", "unused": True}, {"precision": "bf16"}, marks=pytest.mark.slow
+        ),
         pytest.param(
             {"optimizer": "sgd"}, {"precision": "fp16", "warmup_steps": 3}, marks=pytest.mark.slow
         ),

@@ -155,6 +155,7 @@ def test_recipe_mlp_falls_to_the_noise_floor(tmp_path: Path) -> None:
     assert first > 10 * result["train_loss"]
 
 
+@pytest.mark.slow
 def test_recipe_digits_reads_digits(tmp_path: Path) -> None:
     assert train("digits", "--nproc", 2, cwd=tmp_path)["metrics"]["test_accuracy"] >= 0.97
 

@@ -176,7 +176,12 @@ def run_of_one(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    "case", [case for case in CASES if not case.fused], ids=lambda case: case.name
+    "case",
+    [
+        pytest.param(case, marks=() if case.name in FEW else pytest.mark.slow, id=case.name)
+        for case in CASES
+        if not case.fused
+    ],
 )
 def test_a_run_that_has_lost_a_rank_ends_as_the_run_of_one(
     case: Case, tmp_path: Path, run_of_one: Path

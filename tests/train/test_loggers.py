@@ -124,6 +124,7 @@ def test_only_the_first_rank_logs(tmp_path: Path) -> None:
     assert second == (0, 0)
 
 
+@pytest.mark.slow
 def test_what_is_not_installed_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(
         "import sys\nsys.modules.update(wandb=None, mlflow=None)\n"

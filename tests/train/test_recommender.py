@@ -109,7 +109,14 @@ def test_cold_users_and_items_fall_back_to_the_rest_of_the_sum(stars: Path) -> N
 # -- training --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model", ["mf", "hybrid", "neumf"])
+@pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param("mf", marks=pytest.mark.slow),
+        pytest.param("hybrid", marks=pytest.mark.slow),
+        "neumf",
+    ],
+)
 def test_each_model_learns_two_tastes(model: Any, files: Path, tmp_path: Path) -> None:
     config = Config(
         data_dir=str(files), model=model, factors=8, epochs=60, global_batch=20, lr=0.03

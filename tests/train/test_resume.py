@@ -202,10 +202,17 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "warm-up": ({"optimizer": "sgd"}, {"warmup_steps": 5}),
     "rare snapshots": ({}, {"snapshot_every": 100}),
 }
+FEW = "momentum, schedule per epoch", "fp16", "microbatches with batch norm"
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler")  # fp16 skips its first steps
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    "variant",
+    [
+        pytest.param(name, marks=() if name in FEW else pytest.mark.slow, id=name)
+        for name in VARIANTS
+    ],
+)
 def test_a_trainer_stopped_at_any_step_ends_with_the_same_bits(
     variant: str, tmp_path: Path
 ) -> None:
@@ -257,7 +264,12 @@ def check_ranks(comm: Comm, folder: Path, sync: str, precision: str) -> None:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    "num_ranks, sync, precision", [(3, "ddp", "fp32"), (3, "manual", "fp32"), (3, "ddp", "fp16")]
+    "num_ranks, sync, precision",
+    [
+        (3, "ddp", "fp32"),
+        pytest.param(3, "manual", "fp32", marks=pytest.mark.slow),
+        pytest.param(3, "ddp", "fp16", marks=pytest.mark.slow),
+    ],
 )
 def test_resumed_on_as_many_ranks_it_ends_with_the_same_bits(
     num_ranks: int, sync: str, precision: str, tmp_path: Path

@@ -225,7 +225,7 @@ def test_a_bug_that_another_rank_takes_over_ends_the_run(tmp_path: Path) -> None
     assert done.stderr.count("Traceback") == 1
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_before_they_have_met_all_begin_again(rank: int, tmp_path: Path, unbroken: str) -> None:
     """One that waits for its first group hears of nothing until its timeout, so it cannot go on."""
     env = {"KILL": f"{rank}:meeting:0", "KILLED": str(tmp_path)}

@@ -105,6 +105,7 @@ assert also.exists()
 """
 
 
+@pytest.mark.slow
 def test_paths_beside_the_working_folder_lead_to_the_users_own_files(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "rows").write_text("1\n2\n")

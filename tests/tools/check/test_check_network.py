@@ -52,6 +52,7 @@ def test_ranks_under_check_listen_on_loopback_alone(tmp_path: Path) -> None:
     assert "it listens on" not in check(LISTENS, tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_ranks_meet_at_their_port_though_another_program_listens_there(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
@@ -60,7 +61,7 @@ def test_ranks_meet_at_their_port_though_another_program_listens_there(tmp_path:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("address", ["10.128.0.2", "node001"])
+@pytest.mark.parametrize("address", [pytest.param("10.128.0.2", marks=pytest.mark.slow), "node001"])
 def test_ranks_meet_though_the_address_of_another_machine_is_written_into_the_script(
     address: str, tmp_path: Path
 ) -> None:

@@ -30,6 +30,11 @@ from stepladder.tools.check.isolation.sandbox import (
     open_namespace,
 )
 
+# The mechanism of most machines, and the others with the slow tests.
+FEWER_MECHANISMS = [
+    MECHANISMS[0],
+    *(pytest.param(mechanism, marks=pytest.mark.slow) for mechanism in MECHANISMS[1:]),
+]
 SCRIPTS = Path(__file__).parent / "scripts"
 HARMFUL = SCRIPTS / "harmful.py"
 NAMES = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQ"
@@ -184,7 +189,7 @@ def failed_in(became: dict[str, str]) -> list[str]:
     return [name for name, end in became.items() if end != "done" and name != "attribute"]
 
 
-@pytest.mark.parametrize("mechanism", MECHANISMS)
+@pytest.mark.parametrize("mechanism", FEWER_MECHANISMS)
 def test_of_more_than_thirty_ways_none_changes_a_file_outside(
     mechanism: str, outside: Path
 ) -> None:
@@ -310,7 +315,7 @@ for path in sys.argv[1:]:
 """
 
 
-@pytest.mark.parametrize("mechanism", MECHANISMS)
+@pytest.mark.parametrize("mechanism", FEWER_MECHANISMS)
 def test_a_folder_of_writes_is_written_for_real_and_no_other(mechanism: str, outside: Path) -> None:
     needs(mechanism)
     folder = outside.parent / "folder"
@@ -548,6 +553,7 @@ raise SystemExit(9)
 """
 
 
+@pytest.mark.slow
 def test_a_folder_of_another_user_gets_an_overlay_once_the_script_writes_there(
     stranger: tuple[str, ...], outside: Path
 ) -> None:

@@ -492,6 +492,7 @@ dist.destroy_process_group()
 STORE = '"gloo", "tcp://localhost:29517", rank=rank, world_size=2'
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.parametrize("start", ["torchrun", "spawn"])
 def test_the_losses_of_a_script_that_seeds_nothing_are_the_same_in_each_check(
@@ -513,6 +514,7 @@ def test_the_losses_of_a_script_that_seeds_nothing_are_the_same_in_each_check(
     assert check(script, tmp_path, "--notes", "--epochs", "2")[1] == report
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_a_script_that_makes_its_ranks_gets_the_number_that_the_user_has_set(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

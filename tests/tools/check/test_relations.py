@@ -173,6 +173,7 @@ def run_relations(folder: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> R
     return check(Request(Path("train.py"), relations_only=True))
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_a_script_without_a_mistake_holds_all_relations(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

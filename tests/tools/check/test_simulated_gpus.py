@@ -57,6 +57,7 @@ def on_several_gpus(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return run_examples("nccl_idioms.py", tmp_path_factory.mktemp("examples"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", names_of_examples("nccl_idioms.py")[1:])
 def test_an_idiom_of_several_gpus(name: str, on_several_gpus: dict[str, Any]) -> None:
     assert on_several_gpus[name] == ""
