@@ -63,6 +63,7 @@ def test_what_a_script_imports_is_timed_and_it_is_not_run(tmp_path: Path) -> Non
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_the_way_between_ranks_is_measured(tmp_path: Path) -> None:
     done = run("doctor", "--comm", "--nproc", 2, "--json", cwd=tmp_path)

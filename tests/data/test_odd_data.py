@@ -168,7 +168,13 @@ ODD: dict[str, tuple[Callable[[Path], Any], str, tuple[str, ...], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", ODD)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=pytest.mark.slow if case == "a row of 2 GiB" else ())
+        for case in ODD
+    ],
+)
 def test_what_cannot_be_sharded_is_one_line_and_leaves_nothing(case: str, tmp_path: Path) -> None:
     make, name, flags, message = ODD[case]
     make(tmp_path)

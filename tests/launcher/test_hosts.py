@@ -115,9 +115,7 @@ def test_a_failure_on_one_host_ends_all(flags: tuple[object, ...], tmp_path: Pat
 
 @pytest.mark.slow
 @pytest.mark.ranks
-@pytest.mark.parametrize(
-    "number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGKILL]
-)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_when_the_launcher_ends_the_hosts_do(
     number: signal.Signals, flags: tuple[object, ...], server: Server, tmp_path: Path
 ) -> None:

@@ -199,15 +199,7 @@ def test_under_nohup_a_closed_terminal_changes_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "closed",
-    [
-        pytest.param((0,), marks=pytest.mark.slow),
-        pytest.param((1,), marks=pytest.mark.slow),
-        pytest.param((2,), marks=pytest.mark.slow),
-        (0, 1, 2),
-    ],
-)
+@pytest.mark.parametrize("closed", [(0,), (1,), (2,), (0, 1, 2)])
 def test_closed_streams_take_nothing_from_the_files_that_are_opened_next(
     tmp_path: Path, closed: tuple[int, ...]
 ) -> None:

@@ -58,6 +58,7 @@ DEBIAN = 'sed "/ $(hostname)$/s/.*/127.0.1.1 $(hostname)/" /etc/hosts > $0.$(hos
 DEBIAN += 'mount --bind $0.$(hostname) /etc/hosts; getent hosts $(hostname); exec "$@"'
 
 
+@pytest.mark.slow
 def test_a_host_name_that_is_a_loopback_address_keeps_no_ranks_apart(
     lab: TestLab, tmp_path: Path
 ) -> None:

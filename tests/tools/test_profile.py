@@ -241,11 +241,12 @@ for step in range(int(sys.argv[1])):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     "args, found",
     [
-        pytest.param((0,), "script.py made no optimizer step", marks=pytest.mark.slow),
+        ((0,), "script.py made no optimizer step"),
         (
             (5, "--nproc", 2),
             "made 5 optimizer steps, but --warmup 5 and --steps 30 need 35. HINT: --warmup 1 --steps 4",

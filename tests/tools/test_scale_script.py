@@ -130,10 +130,7 @@ def test_optimizers_that_step_in_turn_are_counted(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "args",
-    [(JOBS / "tutorial.py", 10**6, 1), pytest.param(("mlp", "--nproc", 2), marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize("args", [(JOBS / "tutorial.py", 10**6, 1), ("mlp", "--nproc", 2)])
 def test_ctrl_c_ends_it_and_its_ranks(
     args: tuple[object, ...], tmp_path: Path, short_folder: Path
 ) -> None:

@@ -6,6 +6,7 @@ import re
 import tomllib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from importlib.resources import files
 
 from stepladder.tools.findings.finding import Finding, Location
@@ -62,18 +63,19 @@ class Score:
     error: KnownError
 
 
-def known_errors() -> list[KnownError]:
+@cache
+def known_errors() -> tuple[KnownError, ...]:
     """Return all errors of errors.toml, in its order."""
     text = files(__package__).joinpath("errors.toml").read_text(encoding="utf-8")
-    return [
+    return tuple(
         KnownError(entry["from"], tuple(entry["text"]), entry["cause"], entry["do"])
         for entry in tomllib.loads(text)["error"]
-    ]
+    )
 
 
 def explain(lines: Iterable[str]) -> Iterator[Finding]:
     """Yield each known message once, where it comes first."""
-    remaining = known_errors()
+    remaining = list(known_errors())
     for number, line in enumerate(lines, start=1):
         for error in [error for error in remaining if error.is_in(line)]:
             remaining.remove(error)
