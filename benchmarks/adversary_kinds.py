@@ -11,7 +11,7 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import Dataset, IterableDataset, default_collate
+from torch.utils.data import Dataset, IterableDataset, default_collate, get_worker_info
 
 from stepladder import Job, Optimizers, mean_loss
 
@@ -1241,3 +1241,112 @@ def cache_that_changes_nothing() -> Job:
         return cross_entropy(model, (batch[0] - mean, batch[1]))
 
     return job(loss=loss)
+
+
+# -- what is made once, and what a step does -------------------------------------------------------
+
+
+ONLY_THE_FIRST_PASS = "first pass draws"
+
+
+@kind(refused=ONLY_THE_FIRST_PASS)
+def layer_made_in_the_first_pass() -> Job:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        if not hasattr(self, "second"):
+            self.second = nn.Linear(16, CLASSES)
+        return self.second(torch.relu(self.first(x)))
+
+    return job(Of(forward, first=nn.Linear(FEATURES, 16)))
+
+
+@kind(refused=ONLY_THE_FIRST_PASS)
+def random_tensor_in_a_cache() -> Job:
+    codes: dict[int, Tensor] = {}
+
+    def loss(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+        x, y = batch
+        if len(x) not in codes:
+            codes[len(x)] = torch.randn_like(x)
+        return cross_entropy(model, (x + codes[len(x)], y))
+
+    return job(loss=loss)
+
+
+@kind(refused="no shape yet")
+def lazy_layers_without_a_shape() -> Job:
+    return job(layers(nn.LazyLinear(16), nn.ReLU(), nn.LazyLinear(CLASSES)))
+
+
+@kind(refused="no tensor but a dict")
+def extra_state_that_is_no_tensor() -> Job:
+    class Tempered(Net):
+        def get_extra_state(self) -> dict[str, float]:
+            return {"temperature": 0.5}
+
+        def set_extra_state(self, state: Any) -> None:
+            pass
+
+    return job(Tempered())
+
+
+@kind(full="not gathered")
+def directional_derivative_by_jvp() -> Job:
+    def loss(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+        x, y = batch
+        weights = dict(model.named_parameters())
+        output, slope = torch.func.jvp(
+            lambda x: torch.func.functional_call(model, weights, (x,)), (x,), (torch.ones_like(x),)
+        )
+        return F.cross_entropy(output, y, reduction="sum") + slope.square().sum(), len(x)
+
+    return job(layers(nn.Linear(FEATURES, 16), nn.Tanh(), nn.Linear(16, CLASSES)), loss)
+
+
+@kind(full="torch.jit")
+def scripted_model() -> Job:
+    return job(torch.jit.script(on_vectors(nn.ReLU(), nn.Dropout(0.2))))
+
+
+@kind(refused="requires_grad of a weight", optimizer="hook", full="hook")
+def weights_frozen_after_a_step() -> Job:
+    made = job()
+    calls = itertools.count()
+
+    def freeze(*_: Any) -> None:
+        if next(calls) == 3:
+            next(made.model.parameters()).requires_grad_(False)
+
+    made.optimizer.register_step_post_hook(freeze)
+    return made
+
+
+@kind(refused="other data")
+def dataset_that_reads_the_number_of_its_worker() -> Job:
+    x, y = vectors()
+
+    def read(index: int) -> tuple[Tensor, Tensor]:
+        info = get_worker_info()
+        return x[index] + (info.id if info is not None else 0), y[index]
+
+    return job(data=Items(read), num_workers=2)
+
+
+@kind(refused="for the same argument")
+def rate_of_the_time() -> Job:
+    made = job()
+    rate = lambda _: 1 + 1e-3 * time.perf_counter()  # noqa: E731
+    return replace(made, schedule=torch.optim.lr_scheduler.LambdaLR(made.optimizer, rate))
+
+
+@kind(full="slices", optimizer="slices")
+def langevin_dynamics() -> Job:
+    class Langevin(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            super().step()
+            for group in self.param_groups:
+                for param in group["params"]:
+                    noise = torch.randn_like(param) * np.random.rand() * random.random()
+                    param.add_(noise, alpha=0.01)
+
+    return job(optimizer=lambda params: Langevin(params, lr=0.05))

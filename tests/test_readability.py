@@ -39,6 +39,7 @@ SET_FROM_OUTSIDE = {
     "self.comm.phases.observer": "a tool that measures a job's phases",
     "config.data_dir": "a job's own Config",
     "ctx.group": "the context of an autograd function",
+    "worker._worker_info": "what a Dataset sees of the DataLoader, for a check",
     "ctx.ignore_unknown_options": "click's context",
     "cudnn.allow_tf32": "a switch of torch",
     "cudnn.benchmark": "a switch of torch",

@@ -237,6 +237,8 @@ def test_a_single_idx_file(tmp_path: Path) -> None:
 def test_bad_idx(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(idx_bytes(IMAGES)[:-1])
     refused(tmp_path / "x", "the data of images, row 8192 and after ends early")
+    (tmp_path / "x").write_bytes(idx_bytes(IMAGES) + b"1")
+    refused(tmp_path / "x", "more follows after the last row of images")
     for name in ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1"):
         rows = 8 if name.startswith("train-l") else 9
         array = IMAGES[:rows] if "images" in name else np.zeros(rows, np.uint8)

@@ -242,6 +242,25 @@ def test_bad_plain_files(tmp_path: Path) -> None:
     refused(plain(tmp_path / "empty.h5"), "it has no arrays")
 
 
+def test_nothing_of_a_plain_file_is_left_out(tmp_path: Path) -> None:
+    with h5py.File(plain(tmp_path / "g.h5", x=np.arange(5)), "a") as file:
+        file.create_group("deep")["y"] = np.arange(5)
+    refused(tmp_path / "g.h5", "deep is a group")
+    with h5py.File(plain(tmp_path / "l.h5", x=np.arange(5)), "a") as file:
+        file["y"] = h5py.SoftLink("/gone")
+    refused(tmp_path / "l.h5", "y is a link that leads nowhere")
+    assert read(tmp_path / "l.h5", np.arange(5), columns=("x",))["x"].tolist() == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("name", ["deep/b.h5", "b.hdf", "b.h5.part", "b.npz"])
+def test_a_file_that_may_hold_samples_is_not_left_out(tmp_path: Path, name: str) -> None:
+    plain(tmp_path / "a.H5", x=np.arange(5))
+    (tmp_path / "README.md").write_text("five rows")
+    assert read(tmp_path, np.arange(5))["x"].tolist() == [0, 1, 2, 3, 4]
+    plain(tmp_path / name, x=np.arange(5))
+    refused(tmp_path, f"{name} is no file of the shards")
+
+
 def test_a_column_that_is_not_there(folder: Path) -> None:
     refused(
         folder,

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from processes import SECONDS, wait_until
 from stepladder import InputError, Shards, write_shards
@@ -83,6 +84,9 @@ def test_other_settings_are_refused(tmp_path: Path) -> None:
         write(tmp_path, compress=True)
     with pytest.raises(InputError, match="another columns"):
         write(tmp_path, [{"y": 1}])
+    changed = ({**row, "x": row["x"] + 1} for row in rows())
+    with pytest.raises(InputError, match="another source"):
+        write(tmp_path, changed)
 
 
 def test_a_stranger_s_files_are_left_alone(tmp_path: Path) -> None:
@@ -206,7 +210,19 @@ BAD |= {
     "no samples at all": (5, "samples=5. HINT: samples= Iterable"),
     "a number for a name": ([{1: 2}], "column 1 is not a valid name"),
     "lists of lists of several lengths": ([{"x": [[1], [1, 2]]}], "sample 0: x: "),
-    "a second sample of another kind": ([{"x": 1}, 5], "sample 1: x: "),
+    "a second sample of another kind": ([{"x": 1}, 5], "sample 1: it is a int"),
+    "a column that the first sample does not have": (
+        [{"x": 1}, {"x": 1, "y": 2}],
+        "sample 1: the first sample has no y. HINT: the same columns",
+    ),
+    "a number that float32 does not have": ([{"x": 0.5}, {"x": 1e39}], "sample 1: x is too large"),
+    "a number that int32 does not have": (
+        [{"x": np.int32(1)}, {"x": 2**40}],
+        "sample 1: x is too large for int32",
+    ),
+    "masked values": ([{"x": np.ma.array([1, 2], mask=[0, 1])}], "sample 0: x has masked values"),
+    "a tensor that NumPy does not have": ([{"x": torch.ones(1).bfloat16()}], "sample 0: x: Got"),
+    "a tensor with a gradient": ([{"x": torch.ones(1, requires_grad=True)}], "sample 0: x: Can't"),
 }
 
 

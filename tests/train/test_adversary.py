@@ -22,6 +22,14 @@ SLOW = [
     "counter in a global variable",
     "generator that a dataset owns",
     "gradient penalty",
+    "layer made in the first pass",
+    "random tensor in a cache",
+    "directional derivative by jvp",
+    "scripted model",
+    "weights frozen after a step",
+    "dataset that reads the number of its worker",
+    "rate of the time",
+    "langevin dynamics",
 ]
 
 

@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 from five_ways import Net, cross_entropy, fit, make_data, train_in_ways
-from stepladder import Job, World
+from stepladder import InputError, Job, World
 from stepladder.train.comm import Comm
+from stepladder.train.job_validation import validate_state
 
 PAGE = Path(__file__).parents[2] / "docs" / "shard.md"
 COLUMNS = {
@@ -214,3 +215,20 @@ def test_a_model_whose_state_dict_leaves_a_trained_weight_out_is_refused(tmp_pat
         "refused: state_dict of the model has no last.weight, which is trained"
     )
     assert not (tmp_path / "left out").exists()
+
+
+class Tempered(nn.Linear):
+    def get_extra_state(self) -> dict[str, float]:
+        return {"temperature": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (Tempered(4, 2), "state_dict of the model has _extra_state, which is no tensor but a dict"),
+        (nn.LazyLinear(2), "the weight weight has no shape yet"),
+    ],
+)
+def test_a_model_that_no_snapshot_can_have_is_refused(model: nn.Module, message: str) -> None:
+    with pytest.raises(InputError, match=f"^{message}"):
+        validate_state(model)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from stepladder.core.plan import Span
-from stepladder.train.repeat_check import RepeatCheck, hash_batch
+from stepladder.train.repeat_check import REREAD_SEED, RepeatCheck, hash_batch
 
 SPAN = Span(0, 0, 2)
 
@@ -25,6 +25,8 @@ def check(batch, again, losses, gathers_weights=False):
     results = iter(losses)
     check = RepeatCheck(Reader(again), lambda *_: next(results), gathers_weights)
     check.note_batch(SPAN, batch)
+    torch.manual_seed(REREAD_SEED)
+    check.note_draws()
     check.note_loss(next(results))
     check.validate(0)
 
@@ -53,3 +55,21 @@ def test_the_parts_of_a_batch_count_and_other_objects_do_not():
     first = pair(torch.ones(2), object())
     assert hash_batch(first) == hash_batch(pair(torch.ones(2), object()))
     assert hash_batch(first) != hash_batch(pair(torch.zeros(2), object()))
+
+
+def test_numbers_that_only_the_first_pass_draws_are_refused():
+    cache = []
+
+    def compute(*_):
+        torch.manual_seed(0)
+        if not cache:
+            cache.append(torch.randn(2))
+        return cache[0].sum()
+
+    check = RepeatCheck(Reader(torch.ones(2)), compute, gathers_weights=False)
+    check.note_batch(SPAN, torch.ones(2))
+    loss = compute()
+    check.note_draws()
+    check.note_loss(loss)
+    with pytest.raises(Exception, match="draws random numbers that later passes do not"):
+        check.validate(0)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -222,16 +224,16 @@ def freeze(job: Job) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "name", "rate"),
+    ("change", "message", "rate"),
     [
-        (change_rate, "lr", 0.1),
-        (change_rate, "lr", torch.tensor(0.1)),  # in place
-        (add_group, "the number of groups", 0.1),
-        (freeze, "requires_grad of weights", 0.1),
+        (change_rate, "lr of the optimizer changed outside of its step.* HINT: rates", 0.1),
+        (change_rate, "lr of the optimizer changed", torch.tensor(0.1)),  # in place
+        (add_group, "the number of groups of the optimizer changed", 0.1),
+        (freeze, "requires_grad of a weight has changed since build, .* HINT: freeze", 0.1),
     ],
 )
 def test_a_loss_that_changes_the_optimizer_is_refused_at_that_step(
-    change: Callable[[Job], None], name: str, rate: float | torch.Tensor, tmp_path: Path
+    change: Callable[[Job], None], message: str, rate: float | torch.Tensor, tmp_path: Path
 ) -> None:
     job = make_job(rate)
     calls = []
@@ -243,8 +245,7 @@ def test_a_loss_that_changes_the_optimizer_is_refused_at_that_step(
             change(job)
         return result  # type: ignore[return-value]
 
-    message = f"^{name} of the optimizer changed outside of its step and its schedule.* HINT: rates"
-    with pytest.raises(InputError, match=message):
+    with pytest.raises(InputError, match=f"^{message}"):
         fit(tmp_path, replace(job, loss=loss), microbatch=2)
     assert len(calls) == 13  # three steps of four microbatches, and the first one once more
 
@@ -269,3 +270,46 @@ def test_steps_that_are_to_be_differentiated_are_refused(tmp_path: Path) -> None
     optimizer = torch.optim.AdamW(job.model.parameters(), differentiable=True)
     with pytest.raises(InputError, match=r"^AdamW has differentiable=True.* HINT: leave"):
         fit(tmp_path / "run", replace(job, optimizer=optimizer))
+
+
+def test_freezing_in_a_hook_of_the_step_is_refused_since_no_snapshot_has_it(tmp_path: Path) -> None:
+    job = make_job(0.1)
+    job.optimizer.register_step_post_hook(lambda *_: freeze(job))
+    with pytest.raises(InputError, match=r"^requires_grad of a weight has changed since build"):
+        fit(tmp_path, job)
+
+
+def test_a_function_of_a_schedule_that_reads_the_time_is_refused(tmp_path: Path) -> None:
+    rate = lambda step: 1 + 1e-3 * time.perf_counter()  # noqa: E731
+    job = make_job(0.1, lambda it: lr_scheduler.LambdaLR(it, rate))
+    with pytest.raises(
+        InputError, match=r"^a step changes the result of .*lambda.* for the same argument"
+    ):
+        fit(tmp_path, job)
+
+
+class Noisy(torch.optim.SGD):
+    """Langevin dynamics: it adds noise to the weights."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        with torch.no_grad():
+            for param in self.param_groups[0]["params"]:
+                noise = torch.randn_like(param) * np.random.rand() * random.random()
+                param.add_(noise)
+
+
+def test_an_optimizer_draws_the_same_numbers_after_other_passes(tmp_path: Path) -> None:
+    weights = []
+    for name, draws in (("a", 0), ("b", 1)):
+        job = make_job(0.1)
+
+        def loss(model: nn.Module, x: torch.Tensor, draws: int = draws, job: Job = job) -> Any:
+            torch.rand(draws)
+            np.random.rand(draws)
+            return job.loss(model, x)
+
+        optimizer = Noisy(job.model.parameters(), lr=0.1)
+        fit(tmp_path / name, replace(job, loss=loss, optimizer=optimizer))
+        weights.append(torch.nn.utils.parameters_to_vector(job.model.parameters()))
+    assert torch.equal(*weights)

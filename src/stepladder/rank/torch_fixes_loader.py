@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from multiprocessing.queues import Queue
 from pathlib import Path
@@ -41,6 +42,24 @@ def report_unsent_batches() -> None:
         queue.put((item[0], ExceptionWrapper(exc_info, where)))
 
     Queue._on_queue_feeder_error = send_error  # type: ignore[attr-defined]
+
+
+@contextmanager
+def as_last_worker(num_workers: int, dataset: Any) -> Iterator[None]:
+    """Let a Dataset that is read in the block see the last of several workers."""
+    if num_workers < 2:
+        yield
+        return
+    from torch.utils.data._utils import worker
+
+    before = worker._worker_info
+    worker._worker_info = worker.WorkerInfo(
+        id=num_workers - 1, num_workers=num_workers, seed=0, dataset=dataset
+    )
+    try:
+        yield
+    finally:
+        worker._worker_info = before
 
 
 def _remove_unfilled_files(torch: Any) -> None:

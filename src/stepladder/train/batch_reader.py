@@ -10,6 +10,7 @@ import torch
 
 from stepladder.core.plan import Span
 from stepladder.data.sources import BatchSource, DatasetSource
+from stepladder.rank.torch_fixes_loader import as_last_worker
 from stepladder.train.comm import Comm
 from stepladder.train.phases import READING
 from stepladder.train.run_spec import RunSpec
@@ -23,9 +24,11 @@ class BatchReader:
         self.comm = comm
         self.source: BatchSource = spec.train_source
         self.threads = spec.threads
+        self.num_workers = 0
         if isinstance(spec.train_source, DatasetSource) and spec.train_source.num_workers:
             # One batch is not worth worker processes.
             source = copy.copy(spec.train_source)
+            self.num_workers = source.num_workers
             source.num_workers = 0
             self.source = source
             self.threads = 1  # as many as a worker has
@@ -36,7 +39,11 @@ class BatchReader:
         threads = torch.get_num_threads()
         torch.set_num_threads(self.threads)
         try:
-            with self.comm.phases(READING), closing(self.source.batches([request])) as batches:
+            with (
+                self.comm.phases(READING),
+                as_last_worker(self.num_workers, None),  # the first one has read it in training
+                closing(self.source.batches([request])) as batches,
+            ):
                 return next(batches)[1]
         finally:
             torch.set_num_threads(threads)

@@ -76,6 +76,14 @@ class PassGenerators:
             seed_host(seed)
             self.states = self._read()
 
+    def begin_update(self, seed: int) -> None:
+        """Seed the generators for a step of the optimizer and of the schedules.
+
+        The last pass has left them in another state on each rank.
+        """
+        seed_generators(seed, self.device)
+        self.states = self._read()
+
     def end_pass(self) -> None:
         """Note whether the pass has drawn from Python's or NumPy's generator."""
         states = self._read()

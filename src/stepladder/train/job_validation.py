@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from stepladder.core.errors import InputError, to_one_line
 from stepladder.train.build_errors import validate_unwrapped
@@ -95,22 +96,15 @@ def validate_parameters(job: Job) -> None:
     The gradients of other parameters would not be synchronized.
 
     Raises:
-        InputError: All parameters are frozen, the model's state_dict leaves a trained one out, or
-            the optimizer has some that are not the model's.
+        InputError: All parameters are frozen, the optimizer has some that are not the model's, or
+            the model's state_dict cannot be stored.
     """
+    validate_state(job.model)
     if not any(param.requires_grad for param in job.model.parameters()):
         raise InputError(
             "no parameter of the model has requires_grad, so there is nothing to train",
             "parameter.requires_grad_(True) for the layers that are to be trained",
         )
-    stored = {id(value) for value in job.model.state_dict(keep_vars=True).values()}
-    for name, param in job.model.named_parameters():
-        if param.requires_grad and id(param) not in stored:
-            raise InputError(
-                f"state_dict of the model has no {name}, which is trained: no snapshot would have"
-                " it",
-                "remove the hook or the method that leaves it out",
-            )
     model_parameters = {id(param) for param in job.model.parameters()}
     foreign = [
         param for param in _parameters_of(job.optimizer) if id(param) not in model_parameters
@@ -122,6 +116,32 @@ def validate_parameters(job: Job) -> None:
             "make them part of the model (a submodule), and build the optimizer from"
             " model.parameters()",
         )
+
+
+def validate_state(model: nn.Module) -> None:
+    """Raise InputError if a weight has no shape, or a snapshot of the model could not have it."""
+    for name, param in model.named_parameters():
+        if is_lazy(param):
+            raise InputError(
+                f"the weight {name} has no shape yet",
+                "call the model in build once, before the optimizer is made",
+            )
+    state = model.state_dict(keep_vars=True)
+    for name, value in state.items():
+        if not isinstance(value, torch.Tensor):
+            raise InputError(
+                f"state_dict of the model has {name}, which is no tensor but a"
+                f" {type(value).__name__}: no snapshot can have it",
+                "register_buffer with a tensor, in place of get_extra_state",
+            )
+    stored = set(map(id, state.values()))
+    for name, param in model.named_parameters():
+        if param.requires_grad and id(param) not in stored:
+            raise InputError(
+                f"state_dict of the model has no {name}, which is trained: no snapshot would have"
+                " it",
+                "remove the hook or the method that leaves it out",
+            )
 
 
 def validate_closures(job: Job) -> None:

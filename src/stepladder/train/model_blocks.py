@@ -41,7 +41,16 @@ def find_blocks(job: Job) -> list[nn.Module]:
 
 
 def validate_unhooked(model: nn.Module) -> None:
-    """Raise InputError if a weight has a gradient hook, which fully_shard would never call."""
+    """Check hooks, since fully_shard calls none of a weight's gradient, and needs its own.
+
+    Raises:
+        InputError: A weight has such a hook, or the model is one of torch.jit, which takes none.
+    """
+    if isinstance(model, torch.jit.ScriptModule):
+        raise InputError(
+            "--shard full: a model of torch.jit takes no hooks, which gather its weights",
+            "the module itself, with --compile if you like, or --shard optimizer",
+        )
     for name, param in model.named_parameters():
         if param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None):
             raise InputError(

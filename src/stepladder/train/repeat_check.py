@@ -46,12 +46,19 @@ class RepeatCheck:
         self.batch_hash = b""
         self.idle_batch: Any = None
         self.loss = torch.zeros(())
+        self.draws = b""
 
     def note_batch(self, span: Span, batch: Any) -> None:
         """Note a microbatch before its pass, which may write to it."""
         self.span = span
         self.batch_hash = hash_batch(batch)
+        self.draws = b""
         self.idle_batch = None if len(span) else batch
+
+    def note_draws(self) -> None:
+        """Note how far the forward of the microbatch has moved torch's generator."""
+        if not self.draws:
+            self.draws = fingerprint(torch.get_rng_state())
 
     def note_loss(self, loss: Tensor) -> None:
         """Note the loss of the microbatch, shape ()."""
@@ -80,6 +87,11 @@ class RepeatCheck:
                 f" {VERIFY_HINT}",
             )
         loss = self._recompute(batch)
+        if loss is not None and self.draws != fingerprint(torch.get_rng_state()):
+            raise InputError(
+                "--sync exact: the first pass draws random numbers that later passes do not draw",
+                "make in build what is made once, such as a layer or a cached tensor",
+            )
         if loss is not None and not self._is_equal(loss):
             raise InputError(
                 "--sync exact: the same microbatch has another loss when it is computed again, from"

@@ -169,6 +169,7 @@ class TrainingLoop:
         self.weight_update = WeightUpdate(self.spec, self.state, self.sync)
         self.share = RankShare(self.spec, self.comm.world, self.layout)
         self.base_key = derive_seed(self.plan.seed, "pass")
+        self.update_key = derive_seed(self.plan.seed, "update")
         self.generators = PassGenerators(self.comm.device)
         self.autocast = make_autocast(self.settings.precision, self.comm.device)
         self.scales_loss = self.state.scaler.is_enabled()
@@ -261,6 +262,7 @@ class TrainingLoop:
             # After the recompute check, which tells a fault of the machine.
             self._validate_unchanged()
             with self.phase(UPDATING):
+                self.generators.begin_update(derive_pass_seed(self.update_key, step, 0))
                 learning_rate, norm = self.weight_update.apply()
             self.recorder.record_step(
                 self._loss_over_ranks(result), result.total_count, learning_rate, norm
@@ -377,6 +379,8 @@ class TrainingLoop:
             loss_function = self.loss_programs.get(samples, self.job.loss)
             with self.autocast:
                 result = loss_function(self.model, batch)
+            if self.repeat_check is not None:
+                self.repeat_check.note_draws()
             if self.buffers is not None:
                 self.buffers.validate_unwritten()
         with self.phase(BACKWARD_PASS):

@@ -28,19 +28,29 @@ class UnsavedState(LoopListener):
         self.objects = [
             each for each in list_optimizers(job.optimizer) if not saves_its_state(each)
         ]
-        self.functions = [
-            function
+        parts = [
+            part
             for schedule in job.schedules
             for part in (schedule, *getattr(schedule, "_schedulers", ()))
+        ]
+        self.functions = [
+            function
+            for part in parts
             for function in getattr(part, "lr_lambdas", ())
             if getattr(function, "__closure__", None)
+        ]
+        self.rates = [
+            (function, part.last_epoch)
+            for part in parts
+            if isinstance(part, torch.optim.lr_scheduler.LambdaLR)
+            for function in part.lr_lambdas
         ]
         self.values = self._read_values()
 
     @property
     def can_exist(self) -> bool:
         """Whether an object is there whose state could be left out."""
-        return bool(self.objects or self.functions)
+        return bool(self.objects or self.functions or self.rates)
 
     def _read_values(self) -> dict[str, Any]:
         values = {
@@ -55,6 +65,10 @@ class UnsavedState(LoopListener):
                 f"variable {name} of {function.__qualname__}": value
                 for name, value in variables.items()
             }
+        for function, epoch in self.rates:  # which differ between ranks if it reads the time
+            values[f"result of {function.__qualname__} for the same argument"] = float(
+                function(epoch)
+            )
         return {name: tuple(outline(value)) for name, value in values.items()}
 
     def after_gather(self) -> None:

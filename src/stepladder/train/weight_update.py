@@ -37,23 +37,26 @@ class WeightUpdate:
         self.scales_loss = state.scaler.is_enabled()
         self.sync = sync
         self.params = list(spec.job.model.parameters())
+        # As it was built: no snapshot would have a change, not even one that a step has made.
+        self.are_trained = [param.requires_grad for param in self.params]
         # As they were after the last step, since nothing but a step may change them.
         self.groups: list[dict[str, Any]] = []
         self.rates: list[Rate] = []
-        self.are_trained: list[bool] = []
-        self._record_settings()
+        self._record_groups()
 
-    def _record_settings(self) -> None:
+    def _record_groups(self) -> None:
         self.groups = list(map(dict, self.optimizer.param_groups))
         self.rates = read_rates(self.optimizer)  # copies: a rate may be a tensor
-        self.are_trained = [param.requires_grad for param in self.params]
 
     def _validate_settings(self) -> None:
         """Raise InputError if the job has changed settings, which each rank does by its passes."""
         groups = self.optimizer.param_groups
-        changed = set()
         if self.are_trained != [param.requires_grad for param in self.params]:
-            changed.add("requires_grad of weights")
+            raise InputError(
+                "requires_grad of a weight has changed since build, which no snapshot would have",
+                "freeze weights in build; later, --init-from RUN_DIR with another job",
+            )
+        changed = set()
         if len(groups) != len(self.groups):
             changed.add("the number of groups")
         elif read_rates(self.optimizer) != self.rates:
@@ -65,8 +68,7 @@ class WeightUpdate:
             raise InputError(
                 f"{', '.join(sorted(changed))} of the optimizer changed outside of its step and its"
                 " schedule, where ranks and a resume differ",
-                "rates in Job(schedule=LambdaLR(optimizer, function)); groups and frozen weights in"
-                " build",
+                "rates in Job(schedule=LambdaLR(optimizer, function)); groups in build",
             )
 
     def apply(self) -> tuple[Rate, torch.Tensor | None]:
@@ -94,7 +96,7 @@ class WeightUpdate:
             param.grad = None
         if self.schedules:
             self._step_schedules(is_stepped)
-        self._record_settings()
+        self._record_groups()
         return learning_rate, norm
 
     def _step_warming_up(self) -> tuple[Rate, bool]:

@@ -76,6 +76,9 @@ class ArrayReader:
                 }
                 table.bytes_read += count * row_bytes
                 yield block
+            for name, stream in streams.items():
+                if stream.read(1):
+                    raise EOFError(f"more follows after the last row of {name}")
 
 
 def array_table(source: Path, identity: dict[str, Any], arrays: dict[str, StoredArray]) -> Table:

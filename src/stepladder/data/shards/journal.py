@@ -145,7 +145,7 @@ def validate_settings(stored: Any, settings: ShardSettings, folder: Path) -> Non
     if not isinstance(stored, dict):
         stored = {}
     differing = [name for name in expected if stored.get(name) != expected[name]]
-    name = differing[0] if differing else "source"
+    name = differing[-1] if differing else "source"
     raise InputError(
         f"{folder} holds shards with another {name}: {stored.get(name)}, not {expected[name]}",
         f"another --out DIR, or rm -r {shlex.quote(str(folder))}",

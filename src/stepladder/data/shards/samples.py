@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
+from hashlib import blake2b
 from itertools import chain, islice
 from typing import Any
 
@@ -33,17 +34,34 @@ def samples_table(samples: Iterable[Sample]) -> Table:
     first = next(iterator, None)
     if first is None:
         raise InputError("there are no samples", SAMPLES_HINT)
-    if not isinstance(first, Mapping):
-        raise InputError(f"sample 0: it is a {type(first).__name__}", 'a dict, such as {"x": 1.5}')
+    validate_sample(first, 0)
     columns = {name: infer_column(name, value) for name, value in first.items()}
     read = partial(read_samples, chain([first], iterator))
-    return Table("the samples", columns, {"kind": "samples"}, read)
+    first_hash = blake2b(digest_size=8)
+    for value in first.values():
+        first_hash.update(np.asarray(value).tobytes())
+    identity = {"kind": "samples", "first": first_hash.hexdigest()}
+    return Table("the samples", columns, identity, read)
+
+
+def validate_sample(sample: object, number: int) -> None:
+    if not isinstance(sample, Mapping):
+        raise InputError(
+            f"sample {number}: it is a {type(sample).__name__}", 'a dict, such as {"x": 1.5}'
+        )
 
 
 def read_samples(samples: Iterator[Sample], table: Table) -> Iterator[Block]:
     block_rows = min(SAMPLES_PER_BLOCK, rows_per_block(table.columns))
     num_samples = 0
     while batch := list(islice(samples, block_rows)):
+        for number, sample in enumerate(batch, num_samples):
+            validate_sample(sample, number)
+            if unknown := sample.keys() - table.columns.keys():
+                raise InputError(
+                    f"sample {number}: the first sample has no {min(map(str, unknown))}",
+                    "the same columns in every sample",
+                )
         yield {
             name: collect_column(name, column, batch, num_samples)
             for name, column in table.columns.items()
@@ -51,10 +69,18 @@ def read_samples(samples: Iterator[Sample], table: Table) -> Iterator[Block]:
         num_samples += len(batch)
 
 
+def read_value(value: Any, where: str) -> np.ndarray:
+    """Return a value as an array. Raises InputError if NumPy has no such array."""
+    if np.ma.is_masked(value):
+        raise InputError(f"{where} has masked values", VALUES_HINT)
+    errors = (ValueError, TypeError, RuntimeError)  # of torch: bfloat16, sparse, with a gradient
+    with as_input_error(where, VALUES_HINT, errors):
+        return np.asarray(value)
+
+
 def infer_column(name: str, value: Any) -> Column:
     """Return the column that a value of the first sample needs."""
-    with as_input_error(f"sample 0: {name}", VALUES_HINT, (ValueError,)):
-        array = np.asarray(value)
+    array = read_value(value, f"sample 0: {name}")
     is_list = isinstance(value, list)
     if array.dtype.kind not in "biuf" or (is_list and array.ndim != 1):
         raise InputError(
@@ -84,15 +110,24 @@ def collect_column(name: str, column: Column, samples: list[Sample], first_numbe
     """
     values = []
     for number, sample in enumerate(samples, first_number):
-        with as_input_error(f"sample {number}: {name}", VALUES_HINT, (ValueError, AttributeError)):
-            value = np.asarray(sample.get(name))
+        value = read_value(sample.get(name), f"sample {number}: {name}")
         if not fits_column(value, column):
             raise InputError(
                 f"sample {number}: {name} is {value.dtype} of shape {list(value.shape)}, and"
                 f" {column} in the first sample",
                 "the same type and shape in every sample; a Python list where lengths differ",
             )
-        values.append(value.astype(column.dtype, copy=False))
+        with np.errstate(over="ignore"):
+            stored = value.astype(column.dtype, copy=False)
+        is_kept = np.isfinite(stored) == np.isfinite(value)
+        if column.dtype.kind != "f":
+            is_kept = stored == value
+        if not np.all(is_kept):
+            raise InputError(
+                f"sample {number}: {name} is too large for {column.dtype}",
+                "np.float64 or np.int64 values in the first sample",
+            )
+        values.append(stored)
     if not column.is_list:
         return np.stack(values)
     lengths = [len(value) for value in values]

@@ -61,7 +61,7 @@ class Shard:
 
 
 def find_h5_files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.iterdir() if path.suffix in H5_SUFFIXES)
+    return sorted(path for path in folder.iterdir() if path.suffix.lower() in H5_SUFFIXES)
 
 
 def recommend_chunk_rows(row_bytes: float) -> int:

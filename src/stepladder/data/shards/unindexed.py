@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from stepladder.core.errors import InputError, as_input_error
+from stepladder.data.readers.listing import list_paths
+from stepladder.data.readers.open_data import is_companion
 from stepladder.data.shards.shard import (
     H5_ERRORS,
     H5_SUFFIXES,
@@ -37,6 +39,8 @@ def inspect_files(
     files = find_h5_files(path) if path.is_dir() else [path]
     if not files:
         raise shards_error(path, f"{path} holds no shards ({' or '.join(H5_SUFFIXES)})")
+    if path.is_dir():
+        validate_only_shards(path, files)
     first_columns, first_shard = inspect_file(files[0], names)
     shards = [first_shard]
     for file in files[1:]:
@@ -44,6 +48,16 @@ def inspect_files(
         validate_same_columns(first_columns, files[0], columns, file)
         shards.append(shard)
     return first_columns, shards
+
+
+def validate_only_shards(folder: Path, files: list[Path]) -> None:
+    """Raise InputError if another file, also of a folder below, may hold samples."""
+    for name in list_paths(str(folder)):
+        if Path(name) not in files and not is_companion(name, "hdf5"):
+            raise InputError(
+                f"{name} is no file of the shards in {folder}",
+                f"only {' or '.join(H5_SUFFIXES)} files of one data set in a folder",
+            )
 
 
 def validate_same_columns(
@@ -66,11 +80,7 @@ def inspect_file(file: Path, names: tuple[str, ...] | None) -> tuple[dict[str, C
         as_input_error(f"cannot read {file} as HDF5", "write the file again", H5_ERRORS),
         h5py.File(file, "r", locking=False) as h5,
     ):
-        arrays = {
-            name: array
-            for name, array in h5.items()
-            if isinstance(array, h5py.Dataset) and (not names or name in names)
-        }
+        arrays = {name: array for name, array in h5.items() if not names or name in names}
         columns = {name: find_column(file, name, array) for name, array in arrays.items()}
         lengths = {name: len(array) for name, array in arrays.items()}
         if len(set(lengths.values())) != 1:
@@ -83,6 +93,9 @@ def inspect_file(file: Path, names: tuple[str, ...] | None) -> tuple[dict[str, C
 
 
 def find_column(file: Path, name: str, array: Any) -> Column:
+    if not hasattr(array, "ndim"):  # a group, or None for a link that leads nowhere
+        kind = "a link that leads nowhere" if array is None else "a group"
+        raise InputError(f"{file}: {name} is {kind}, not rows of numbers", "omit it (columns=...)")
     if array.ndim == 0 or array.dtype.kind not in "biuf":
         kind = "a single value" if array.ndim == 0 else f"of type {array.dtype}"
         raise InputError(

@@ -48,13 +48,14 @@ GLOO: dict[str, Any] = {
 }
 
 # Texts of errors that torch raises in C++, where no frame tells that rows of weights are meant: of
-# an operation on rows and other tensors, of Tensor.numpy, of a backward after the weights are
-# freed, of autograd.grad by a weight of which the loss has not used the rows, and of a sparse
-# gradient.
+# an operation on rows and other tensors, of Tensor.numpy, of a backward or a torch.func.jvp after
+# the weights are freed, of autograd.grad by a weight of which the loss has not used the rows, and
+# of a sparse gradient.
 NATIVE_ERRORS = (
     "mixed torch.Tensor and DTensor",
     "tensor subclass",
     "storage of size 0",
+    "doesn't have storage",
     "not have been used in the graph",
     "SparseCPU",
 )
@@ -143,6 +144,7 @@ class FullyShardedLayout(StateLayout):
         folder = str(Path(torch.distributed.tensor.__file__).parent)
         frames = [frame.f_code.co_filename for frame, _ in walk_tb(error.__traceback__)]
         is_of_rows = any(name.startswith(folder) for name in frames)
+        is_of_rows |= frames[-1].startswith(str(Path(torch.distributed.fsdp.__file__).parent))
         is_of_rows |= any(text in str(error) for text in NATIVE_ERRORS)
         if is_of_rows:
             raise InputError(
