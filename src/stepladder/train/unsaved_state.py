@@ -66,9 +66,8 @@ class UnsavedState(LoopListener):
                 for name, value in variables.items()
             }
         for function, epoch in self.rates:  # which differ between ranks if it reads the time
-            values[f"result of {function.__qualname__} for the same argument"] = float(
-                function(epoch)
-            )
+            name = f"result of {function.__qualname__} for the same argument"
+            values[name] = float(function(epoch))
         return {name: tuple(outline(value)) for name, value in values.items()}
 
     def after_gather(self) -> None:
