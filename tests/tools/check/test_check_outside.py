@@ -265,7 +265,7 @@ def test_a_resume_finds_its_own_snapshot_and_leaves_the_one_in_production(outsid
     report = check(folder, "--resume", "--epochs", "2")
     assert tree(outside.parent) == before
     evidence = {finding["rule"]: finding["evidence"] for finding in report["findings"]}
-    assert "begins with epoch 4711, so epoch 4711 is trained again" in evidence["resume-epoch"]
+    assert "with the batches of epoch 4711: epoch 4711 is trained again" in evidence["resume-epoch"]
     assert report["isolation"]["written"] == [
         {"folder": str(outside), "written": ["snapshot.pt"], "removed": []}
     ], report

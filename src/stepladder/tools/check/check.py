@@ -266,12 +266,14 @@ class Check:
             findings += self.find_violated_relations(run, evidence, scratch_folder)
         if self.request.resume and not not_checked:
             launch = launch_in_new_copy(run.launch, scratch_folder, "again")
-            resume_findings, note = compare_resumed_run(evidence, launch, self.request.resume_args)
-            resume_findings = drop_suppressed(resume_findings, self.source)
+            resumed = compare_resumed_run(evidence, launch, self.request.resume_args)
+            resume_findings = drop_suppressed(resumed.findings, self.source)
             findings = add_measured_damage(findings, resume_findings)
             findings = drop_consequences([*findings, *resume_findings])
-            if note:
-                self.notes.append(note)
+            if resumed.note:
+                self.notes.append(resumed.note)
+            if resumed.not_checked:
+                not_checked = NotChecked("resume", resumed.not_checked)
         self.add_findings(findings)
         return Report(
             not_checked=not_checked,

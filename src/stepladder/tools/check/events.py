@@ -38,6 +38,12 @@ class Halt(ProbeEvent, kind="halt"):
     """A rank waits to be ended, after its first snapshot."""
 
 
+class SnapshotFound(ProbeEvent, kind="snapshot"):
+    """Between two steps, weights that are trained were written to files."""
+
+    paths: Sequence[str]
+
+
 class GpuQuery(ProbeEvent, kind="asked"):
     """The script has asked whether there is a GPU."""
 
@@ -400,6 +406,7 @@ class Save(ProbeEvent, kind="save"):
     numbered: bool = False  # whether the optimizer's states have numbers, and no names of weights
     bare: bool = False  # whether it is weights alone
     keys: Sequence[str] = ()  # the keys of what is saved
+    contents: dict[str, str] = field(default_factory=dict)  # hashes of tensors, and numbers, by key
 
 
 class Load(ProbeEvent, kind="load"):

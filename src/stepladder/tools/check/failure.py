@@ -14,7 +14,7 @@ from typing import Literal
 from stepladder.core.errors import INTERRUPTED
 from stepladder.tools.findings.finding import Finding
 
-Cause = Literal["script", "check", "no training", "stopped"]
+Cause = Literal["script", "check", "no training", "resume", "stopped"]
 
 CHECK_PREFIX = str(Path(__file__).parent) + os.sep
 PARITY_PREFIX = str(Path(__file__).parents[1] / "parity") + os.sep
@@ -70,7 +70,8 @@ class NotChecked:
 
     Args:
         cause: "script" if it failed by itself, "check" if the probe or the simulation failed,
-            "no training" if it made no optimizer step and no backward pass, "stopped" by Ctrl-C.
+            "no training" if it made no optimizer step and no backward pass, "resume" if it was not
+            resumed, "stopped" by Ctrl-C.
         line: What is shown, in one line.
         output: The end of the failing rank's output, where a rank failed.
     """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ from torch import Tensor
 
 from stepladder.tools.check.events import Load, Save
 from stepladder.tools.check.isolation.guard import guard_path
+from stepladder.tools.check.probe import digests
 from stepladder.tools.check.probe.hooks_files import absolute_path, path_in_copy
-from stepladder.tools.check.probe.hooks_train import training_tracker
 from stepladder.tools.check.probe.patching import (
     Fields,
     default_on_error,
@@ -23,6 +24,7 @@ from stepladder.tools.check.probe.patching import (
     wrap,
 )
 from stepladder.tools.check.probe.probe_log import current_log, record
+from stepladder.tools.check.probe.snapshot_files import snapshot_files
 
 NAMES_OF_SETTINGS = (
     "seed",
@@ -40,6 +42,7 @@ NAMES_OF_SETTINGS = (
 NAMES_OF_POSITIONS = ("epoch", "step", "iter", "batch", "position", "global")
 RANDOM_STATE_BYTES = (5056, 16)  # of torch on a CPU, and on a GPU
 MAX_RECORDED_KEYS = 20
+MAX_RECORDED_CONTENTS = 1000
 PARTS_OF_TRAINING = ("model", "optimizer", "schedule", "random", "position")
 
 
@@ -73,10 +76,8 @@ def record_save(original: Any, value: Any, file: Any, *args: Any, **kwargs: Any)
     log = current_log()
     existed = os.path.exists.__wrapped__(path)  # type: ignore[attr-defined]
     log.write_with_line(Save(path=path, existed=existed, **parts_of(value)))
-    result = original(value, file, *args, **kwargs)
-    if log.settings.stop_at_snapshot and log.is_called_by_user():
-        training_tracker.halt_before_next_backward()
-    return result
+    snapshot_files.watch_folder_of(path)
+    return original(value, file, *args, **kwargs)
 
 
 def guard_jit_save(_: Any, f: Any, *__: Any, **___: Any) -> None:
@@ -102,7 +103,7 @@ def record_load(original: Any, file: Any, *args: Any, **kwargs: Any) -> Any:
 
 def no_parts() -> Fields:
     parts: Fields = dict.fromkeys(PARTS_OF_TRAINING, False)
-    return parts | {"bare": False, "numbered": False, "keys": []}
+    return parts | {"bare": False, "numbered": False, "keys": [], "contents": {}}
 
 
 @default_on_error(no_parts)
@@ -110,6 +111,7 @@ def parts_of(value: Any) -> Fields:
     """Return which parts of a training's state a saved value has."""
     parts = no_parts()
     parts["bare"] = is_weights(value)
+    parts["contents"] = dict(islice(contents_of(value), MAX_RECORDED_CONTENTS))
     if isinstance(value, dict):
         parts["keys"] = sorted(map(str, value))[:MAX_RECORDED_KEYS]
     for name, item in nested_items(value):
@@ -119,6 +121,18 @@ def parts_of(value: Any) -> Fields:
         if part == "optimizer":
             parts["numbered"] = any(isinstance(key, int) for key in item["state"])
     return parts
+
+
+def contents_of(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the hash of each tensor, and each number, in nested dicts and lists, by its keys."""
+    if isinstance(value, Tensor):
+        yield name, f"#{digests.digest(value)}"
+    elif isinstance(value, bool | int | float | str):
+        yield name, str(value)
+    elif isinstance(value, dict | list | tuple):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, item in items:
+            yield from contents_of(item, f"{name}.{key}" if name else str(key))
 
 
 def part_of_training(name: str, item: Any) -> str:

@@ -9,6 +9,7 @@ import sys
 import time
 import traceback
 import weakref
+from itertools import chain
 from typing import Any
 
 import torch
@@ -44,6 +45,7 @@ from stepladder.tools.check.probe.patching import (
     wrap,
 )
 from stepladder.tools.check.probe.probe_log import current_log, record
+from stepladder.tools.check.probe.snapshot_files import snapshot_files
 
 STEPS_RECORDED_FULLY = 24  # later ones only now and then
 STEPS_PER_FULL_RECORD = 16
@@ -67,7 +69,6 @@ class TrainingTracker:
         self.with_backward: set[int] = set()  # since their last step
         self.graphs: list[weakref.ref[GraphMark]] = []
         self.autograd_calls = 0  # of torch.autograd.grad
-        self.halts = False  # a snapshot is written, and the run must not continue
 
     def number_of(self, optimizer: Any) -> int:
         for number, known in enumerate(self.optimizers):
@@ -120,9 +121,6 @@ class TrainingTracker:
     def count_autograd_call(self) -> int:
         self.autograd_calls += 1
         return self.autograd_calls
-
-    def halt_before_next_backward(self) -> None:
-        self.halts = True
 
 
 training_tracker = TrainingTracker()
@@ -216,8 +214,13 @@ def record_infinite_gradient(parameters: Fields, norm: float) -> None:
 
 def wait_if_halted() -> None:
     """Wait to be ended if a snapshot was written, before anything more is trained."""
-    if training_tracker.halts:
-        current_log().write(Halt())
+    log = current_log()
+    # The other ranks wait for this one in their next collective.
+    if not log.settings.stop_at_snapshot or log.rank > 0:
+        return
+    parameters = chain.from_iterable(map(parameters_of, training_tracker.optimizers))
+    if snapshot_files.has_new_snapshot(parameters):
+        log.write(Halt())
         while True:
             time.sleep(1)
 
