@@ -27,7 +27,7 @@ try:
 finally:
     torch.save(model.state_dict(), 'checkpoint-%s.pt' % os.environ['RANK'])
 """
-FORM = "import torch.distributed as dist; dist.init_process_group('gloo')"
+FORM = "import torch.distributed as dist; dist.init_process_group('gloo'); dist.barrier()"
 
 
 def start(tmp_path: Path, *flags: object, before: str = "", after: str = "pass") -> tuple[int, str]:
