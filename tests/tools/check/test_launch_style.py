@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import os
 import subprocess
@@ -16,13 +15,7 @@ from check_recordings import source
 from stepladder.core.errors import InputError
 from stepladder.tools.check.failure import NotChecked
 from stepladder.tools.check.isolation.sandbox import MECHANISM_VARIABLE
-from stepladder.tools.check.launch_style import (
-    LaunchStyle,
-    find_styles,
-    finds_what_is_missing,
-    is_for_fabric_run,
-    local_rank_option,
-)
+from stepladder.tools.check.launch_style import LaunchStyle, find_styles, finds_what_is_missing
 from stepladder.tools.check.local_ranks import lines_of_local_rank_0
 
 TRAINS = """
@@ -109,10 +102,6 @@ def test_a_root_that_does_not_hold_the_script_is_refused(tmp_path: Path) -> None
     assert error.value.hint == f"--root {tmp_path / 'a'}"
 
 
-DECLARES = "parser.add_argument('--local-rank', type=int, default=-1)\n"
-FABRIC = "from lightning.fabric import Fabric\nfabric = Fabric({})\n"
-
-
 @pytest.mark.parametrize(
     "text, lines",
     [
@@ -131,22 +120,6 @@ def test_the_local_rank_is_known_by_the_name_that_the_script_gives_it(
     text: str, lines: set[int]
 ) -> None:
     assert {place.line for place in lines_of_local_rank_0(source(text))} == lines
-
-
-def test_an_option_for_the_local_rank_is_passed_where_the_variable_is_not_read() -> None:
-    assert local_rank_option(source(DECLARES), ()) == "--local-rank"
-    assert local_rank_option(source(DECLARES.replace("-rank", "_rank")), ()) == "--local_rank"
-    assert local_rank_option(source(DECLARES), ("--local-rank", "0")) == ""
-    assert local_rank_option(source(DECLARES + "os.environ['LOCAL_RANK']\n"), ()) == ""
-    assert local_rank_option(source("parser.add_argument('--rank')\n"), ()) == ""
-
-
-def test_the_variables_of_fabric_run_are_for_scripts_that_leave_it_the_choice() -> None:
-    assert is_for_fabric_run(source(FABRIC.format("")))
-    assert is_for_fabric_run(source(FABRIC.format("precision='bf16-mixed'")))
-    assert not is_for_fabric_run(source(FABRIC.format("devices=2")))
-    assert not is_for_fabric_run(source("from own import Fabric\nfabric = Fabric()\n"))
-    assert ast.parse(FABRIC)
 
 
 @pytest.mark.slow

@@ -16,14 +16,7 @@ from stepladder.tools.check.events import ModelDivided, OptimizerStep
 from stepladder.tools.check.failure import STOPPED_BY_USER, NotChecked, choose_exit_code
 from stepladder.tools.check.isolation.sandbox import Sandbox, SandboxFolders
 from stepladder.tools.check.isolation.summary import Isolation, blame_refusal, summarize
-from stepladder.tools.check.launch_style import (
-    LaunchStyle,
-    find_styles,
-    finds_what_is_missing,
-    is_for_fabric_run,
-    is_for_one_node,
-    local_rank_option,
-)
+from stepladder.tools.check.launch_style import LaunchStyle, find_styles, finds_what_is_missing
 from stepladder.tools.check.local_ranks import (
     EXPLAINS_A_HANG,
     RAN_ON_ONE_NODE,
@@ -49,18 +42,6 @@ from stepladder.tools.check.script_runs import ScriptRun, ScriptRuns
 from stepladder.tools.check.script_source import ScriptSource, read_source
 from stepladder.tools.findings.finding import Finding, sort_by_severity
 
-USES_GPUS = ("cuda", "nccl", "torch.accelerator", "accelerate", "lightning")
-KNOWS_OTHER_RANKS = (
-    "torch.distributed",
-    "init_process_group",
-    "accelerate",
-    "lightning",
-    "RANK",
-    "torch.multiprocessing",
-    "dist.",
-)
-MAKES_ITS_RANKS = "the script makes its ranks itself: it was started as one process"
-SPAWNS_RANKS = ("mp.spawn(", "start_processes(")
 # Rules that examine the source as well as the recording: a finding of one is enough.
 STATIC_AND_DYNAMIC_RULES = ("unsafe-load", "cuda-only", "no-destroy")
 
@@ -248,11 +229,9 @@ class Check:
         return replace(report, not_checked=not_checked, isolation=isolation)
 
     def check_in_sandbox(self, scratch_folder: Path, sandbox: Sandbox) -> Report:
-        runs = ScriptRuns(self.source, self.watch)
+        runs = ScriptRuns(self.watch)
         run = runs.run(self.make_launch(scratch_folder, sandbox))
         self.notes += runs.notes
-        if run.launch.is_alone and len(run.recording.ranks) > 1:
-            self.notes.append(MAKES_ITS_RANKS)
         evidence = RunEvidence(run.recording, self.source)
         findings = [] if self.request.relations_only else apply_rules(evidence)
         self.preliminary_findings = findings
@@ -311,18 +290,6 @@ class Check:
             epochs=request.epochs,
             steps=request.steps,
         )
-        is_single_process = not self.source.contains(*KNOWS_OTHER_RANKS)
-        if is_single_process:
-            self.notes.append("the script knows no other ranks: it was run as one process")
-        spawns = self.source.contains(*SPAWNS_RANKS) and not self.source.contains("RANK")
-        # Lightning refuses nodes that it has not counted itself.
-        nodes = 1 if self.source.contains("lightning") or is_for_one_node(self.source) else 2
-        local_rank = local_rank_option(self.source, request.args)
-        if local_rank:
-            self.notes.append(f"started as torch.distributed.launch does it, with {local_rank}")
-        simulates_fabric = is_for_fabric_run(self.source)
-        if simulates_fabric:
-            self.notes.append("started as fabric run does it")
         return RankLaunch(
             self.style.python_args,
             request.args,
@@ -330,14 +297,7 @@ class Check:
             settings,
             sandbox,
             folder=self.style.subfolder,
-            local_rank_option=local_rank,
-            simulates_fabric=simulates_fabric,
-            simulates_gpus=request.simulate_gpus or self.source.contains(*USES_GPUS),
-            gpus_available=request.simulate_gpus,
-            is_alone=is_single_process or spawns,
-            spawns_by_variables=self.source.contains("spawn(")
-            and not self.source.contains("MASTER_ADDR"),
-            nodes=nodes,
+            gpus_available=True if request.simulate_gpus else None,
             timeout_s=request.timeout,
             patience_s=request.patience,
         )

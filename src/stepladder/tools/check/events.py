@@ -30,6 +30,36 @@ class SpawnsRanks(ProbeEvent, kind="spawns"):
     """The script makes its ranks itself, and must be started as one process."""
 
 
+class RankRead(ProbeEvent, kind="readrank"):
+    """The user's code has read a variable that says which rank this is, or how to meet others."""
+
+    name: str
+
+
+class LibraryRankRead(RankRead, kind="libraryreadrank"):
+    """A library has read such a variable, other than in its import."""
+
+
+class OtherGroup(ProbeEvent, kind="othergroup"):
+    """The ranks may meet otherwise than in a process group: by a store, RPC or another library."""
+
+    library: str
+
+
+class LocalRankOption(ProbeEvent, kind="localrankoption"):
+    """The script got its local rank as an option, as torch.distributed.launch passes it."""
+
+    option: str
+
+
+class FabricStart(ProbeEvent, kind="fabric"):
+    """The variables of `fabric run` were set."""
+
+
+class NeedsOneNode(ProbeEvent, kind="onenode"):
+    """The script takes its local rank for its rank, and must be started on one node."""
+
+
 class EnoughPasses(ProbeEvent, kind="enough"):
     """The check has seen enough, and ends this rank."""
 
@@ -46,6 +76,8 @@ class SnapshotFound(ProbeEvent, kind="snapshot"):
 
 class GpuQuery(ProbeEvent, kind="asked"):
     """The script has asked whether there is a GPU."""
+
+    answer: bool = False
 
 
 class Refusal(ProbeEvent, kind="refused"):

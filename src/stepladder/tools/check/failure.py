@@ -115,16 +115,15 @@ class Folders:
         return text.replace(self.copy, self.original)
 
 
-def classify_failure(output: str, folders: Folders, simulates: bool) -> NotChecked:
+def classify_failure(output: str, folders: Folders) -> NotChecked:
     """Return why a rank failed.
 
     Args:
         output: Everything that the rank has printed.
         folders: The folders of the user's code.
-        simulates: Whether CUDA and NCCL were simulated in this run.
     """
     for traceback in last_traceback_chain(output):
-        if is_caused_by_check(traceback, folders, simulates):
+        if is_caused_by_check(traceback, folders):
             line = f"this check cannot run it: {exception_line(traceback)}"
             return NotChecked("check", folders.show_original(line), folders.show_original(output))
     shown = hide_check_frames(output, folders)
@@ -144,12 +143,6 @@ def has_own_error(output: str) -> bool:
     """Return whether a rank was ended by an exception that does not tell of another rank."""
     exceptions = [exception_line(traceback) for traceback in last_traceback_chain(output)]
     return bool(exceptions) and not any(map(TELLS_OF_A_PEER.search, exceptions))
-
-
-def misses_a_gpu(output: str) -> bool:
-    """Return whether a rank was ended because there is no GPU."""
-    exceptions = map(exception_line, last_traceback_chain(output))
-    return any(map(MISSING_GPU.search, exceptions))
 
 
 def describe_failure(output: str) -> str:
@@ -192,14 +185,14 @@ def frames_of(traceback: str) -> Iterator[TracebackFrame]:
             yield TracebackFrame(match["file"], RANK_PREFIX.sub("", source).strip())
 
 
-def is_caused_by_check(traceback: str, folders: Folders, simulates: bool) -> bool:
+def is_caused_by_check(traceback: str, folders: Folders) -> bool:
     """Return whether the innermost frame that decides it is this check's own.
 
     A wrapper of the probe that only calls the wrapped function does not decide it: the frame
     outside of it does.
     """
     frames = list(frames_of(traceback))
-    if simulates and lacks_simulation(traceback, frames, folders):
+    if lacks_simulation(traceback, frames, folders):
         return True
     for frame in reversed(frames):
         if frame.file.startswith((CHECK_PREFIX, PARITY_PREFIX)):

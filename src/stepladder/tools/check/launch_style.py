@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import os
 import re
 from collections.abc import Iterator
@@ -11,24 +10,11 @@ from pathlib import Path
 
 from stepladder.core.errors import InputError
 from stepladder.tools.check.failure import NotChecked
-from stepladder.tools.check.script_source import ScriptSource, constant_value, keyword_value
 from stepladder.tools.findings.finding import Finding
 
 MISSING_MODULE = re.compile(r"ModuleNotFoundError: No module named '(?P<top>\w+)")
 MISSING_FILE = re.compile(r"FileNotFoundError: .*: '(?P<path>[^']+)'")
 IMPORTS_FROM_ITS_PACKAGE = "attempted relative import with no known parent package"
-LOCAL_RANK_OPTIONS = ("--local_rank", "--local-rank")
-KNOWS_ALL_NODES = (
-    "get_rank",
-    "get_world_size",
-    '"RANK"',
-    "'RANK'",
-    "WORLD_SIZE",
-    "nodes",
-    "spawn(",
-    "accelerate",
-)
-CHOSEN_IN_FABRIC = ("accelerator", "strategy", "devices", "num_nodes")
 
 
 @dataclass(frozen=True)
@@ -144,34 +130,3 @@ def has_module(style: LaunchStyle, name: str) -> bool:
         above = [parent for parent in style.script.parents if parent.is_relative_to(style.root)]
         folders = [child for parent in above for child in (parent, *parent.iterdir())]
     return any((folder / name).is_dir() or (folder / f"{name}.py").is_file() for folder in folders)
-
-
-def local_rank_option(source: ScriptSource, args: tuple[str, ...]) -> str:
-    """Return the option by which a script wants its local rank; empty if it reads the variable.
-
-    torch.distributed.launch passed it before torchrun set LOCAL_RANK.
-    """
-    if source.contains("LOCAL_RANK") or any(arg.startswith(LOCAL_RANK_OPTIONS) for arg in args):
-        return ""
-    for _, call in source.calls("add_argument"):
-        for argument in call.args:
-            option = constant_value(argument)
-            if option in LOCAL_RANK_OPTIONS:
-                return str(option)
-    return ""
-
-
-def is_for_one_node(source: ScriptSource) -> bool:
-    """Return whether a script takes its local rank for its rank, and the GPUs of a node for all."""
-    return source.contains("device_count()") and not source.contains(*KNOWS_ALL_NODES)
-
-
-def is_for_fabric_run(source: ScriptSource) -> bool:
-    """Return whether `fabric run` says on how many devices a script trains, and not its source."""
-    if not source.imports("lightning", "lightning_fabric"):
-        return False
-    calls = [call for _, call in source.nodes(ast.Call)]
-    made = [call for call in calls if ast.unparse(call.func).endswith("Fabric")]
-    return bool(made) and not any(
-        keyword_value(call, name) for call in made for name in CHOSEN_IN_FABRIC
-    )

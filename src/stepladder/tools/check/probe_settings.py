@@ -12,7 +12,8 @@ from typing import Literal
 
 PROBE_SETTINGS = "STEPLADDER_CHECK"
 SIMULATED_GPUS = "STEPLADDER_PRETEND_GPUS"
-SIMULATED_GPUS_AVAILABLE = "STEPLADDER_PRETEND_GPUS_ASKED"  # "1" or "0"
+# "1", "0", or "" where the first question decides.
+SIMULATED_GPUS_AVAILABLE = "STEPLADDER_PRETEND_GPUS_ASKED"
 STACKS_SUFFIX = ".stacks"  # of the file into which a process writes its stacks
 RANK_AND_WORLD_SIZE = ("RANK", "WORLD_SIZE")
 # What probes write into events, and rules look for.
@@ -30,6 +31,7 @@ class ProbeSettings:
         copy: The copy of the working folder, in which the script runs.
         original: The working folder.
         torchrun: Whether the ranks were started as torchrun starts them.
+        port: The port at which ranks meet that the script makes itself, if it sets none.
         epochs: The number of epochs to run; 0 for two, and more as long as the run is short.
         steps: The number of steps of each epoch; 0 for all.
         enough_after_s: The seconds until which more than two epochs are run.
@@ -44,6 +46,7 @@ class ProbeSettings:
     copy: str
     original: str
     torchrun: bool = True
+    port: int = 0
     epochs: int = 0
     steps: int = 0
     enough_after_s: float = 20.0

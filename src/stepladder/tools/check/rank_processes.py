@@ -19,7 +19,17 @@ from stepladder.core.signals import die_with_parent
 from stepladder.launcher.diagnose.deadlock import are_stuck
 from stepladder.launcher.diagnose.explanation import Explanation
 from stepladder.launcher.diagnose.hang import find_rank_to_blame
-from stepladder.tools.check.events import EnoughPasses, Halt, SpawnsRanks
+from stepladder.tools.check.events import (
+    EnoughPasses,
+    GroupInit,
+    GroupJoined,
+    Halt,
+    NeedsOneNode,
+    OptimizerStep,
+    OtherGroup,
+    RankRead,
+    SpawnsRanks,
+)
 from stepladder.tools.check.failure import has_own_error
 from stepladder.tools.check.growing_files import GrowingFiles, is_blocked
 from stepladder.tools.check.isolation.sandbox import Sandbox
@@ -39,6 +49,8 @@ FAILURE_DELAY_S = 3.0  # the same after one has failed
 STILL_S = 5.0  # without an event when the time is over: then ranks that wait are named
 MAX_DELAY_S = 20.0  # without an event, or after a failure, even if the others work
 JUDGEMENT_INTERVAL_S = 2.0
+# What a process does that is one of several.
+KNOWS_OTHER_RANKS = (RankRead, GroupInit, GroupJoined, OtherGroup, SpawnsRanks)
 RANK_VARIABLES_OF_TORCHRUN = {
     "RANK",
     "WORLD_SIZE",
@@ -61,6 +73,9 @@ class LaunchOutcome:
         codes: The exit codes of the processes; None of those that the check has ended.
         has_stalled: Whether nothing happened for so long that the check ended the ranks.
         spawns: Whether the script makes its ranks itself.
+        needs_one_node: Whether the script takes its local rank for its rank.
+        knows_other_ranks: Whether a process has asked for its rank, or for a group.
+        has_stepped: Whether an optimizer step was seen.
         halted: Whether a rank has halted after its snapshot.
         late: Whether the timeout was over.
         deadlock: Why ranks could not go on together, where that is certain.
@@ -74,6 +89,9 @@ class LaunchOutcome:
     codes: list[int | None] = field(default_factory=list)
     has_stalled: bool = False
     spawns: bool = False
+    needs_one_node: bool = False
+    knows_other_ranks: bool = False
+    has_stepped: bool = False
     halted: bool = False
     late: bool = False
     deadlock: Explanation | None = None
@@ -90,6 +108,11 @@ class LaunchOutcome:
         """
         were_ended = self.enough >= max(1, self.rank_count)
         return not were_ended and bool(self.failed_ranks)
+
+    @property
+    def is_one_process(self) -> bool:
+        """Whether a process trains that has not asked for its rank, nor for a group."""
+        return self.has_stepped and not self.knows_other_ranks
 
     @property
     def failed_ranks(self) -> list[int]:
@@ -111,15 +134,12 @@ class RankLaunch:
         python_args: What comes after `python`: the script, or `-m` and a module.
         args: The script's own arguments.
         folder: The working folder, within the copy.
-        local_rank_option: The option by which the script wants its local rank, as
-            torch.distributed.launch passes it; empty where it wants none.
-        simulates_fabric: Whether the variables of `fabric run` are set.
-        simulates_gpus: Whether CUDA is simulated.
-        gpus_available: The answer of `torch.cuda.is_available()`.
-        is_alone: Whether one process is started, which may make its ranks itself.
-        spawns_by_variables: Whether the ranks that the script makes meet at the address that its
-            user has set.
+        gpus_available: The answer of `torch.cuda.is_available()`; None where it depends on what is
+            imported when the script asks.
+        is_alone: Whether one process is started.
+        spawns: Whether this one process makes the ranks.
         nodes: The number of nodes that the ranks simulate.
+        keeps_copies: Whether ranks go on that train and have not asked for their rank.
     """
 
     python_args: tuple[str, ...]
@@ -127,18 +147,16 @@ class RankLaunch:
     nproc: int
     settings: ProbeSettings
     sandbox: Sandbox
-    simulates_gpus: bool
     folder: str = "."
-    local_rank_option: str = ""
-    simulates_fabric: bool = False
-    gpus_available: bool = False
+    gpus_available: bool | None = None
     is_alone: bool = False
-    spawns_by_variables: bool = False
+    spawns: bool = False
     nodes: int = 2
+    keeps_copies: bool = False
     timeout_s: float = 600.0
     patience_s: float = 25.0
 
-    def variables(self, rank: int, port: int) -> Variables:
+    def variables(self, rank: int) -> Variables:
         """Return the environment of one rank."""
         env = {
             name: value
@@ -155,43 +173,34 @@ class RankLaunch:
             env.setdefault("PYTHONHASHSEED", str(rank + 1))
         if not self.gpus_available:  # else Accelerate lets each rank train alone
             env.setdefault("ACCELERATE_USE_CPU", "true")
-        if self.simulates_gpus:
-            env[SIMULATED_GPUS] = str(self.nproc)
-            env[SIMULATED_GPUS_AVAILABLE] = str(int(self.gpus_available))
+        env[SIMULATED_GPUS] = str(self.nproc)
+        answer = self.gpus_available
+        env[SIMULATED_GPUS_AVAILABLE] = "" if answer is None else str(int(answer))
         if self.is_alone:
             if "RANK" in env:  # of a launcher; else the script may make WORLD_SIZE processes
                 env = {name: env[name] for name in env.keys() - RANK_VARIABLES_OF_TORCHRUN}
-            return env | (self.meeting_place(port) if self.spawns_by_variables else {})
-        if self.simulates_fabric:
-            env |= self.fabric_variables()
-        return env | self.torchrun_variables(rank, port)
+            return env
+        return env | self.torchrun_variables(rank)
 
     @property
     def ranks_per_node(self) -> int:
         return max(1, self.nproc // self.nodes)
 
-    @staticmethod
-    def meeting_place(port: int) -> Variables:
-        return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    def command(self) -> list[str]:
+        """Return the command of each rank."""
+        return [sys.executable, "-u", *self.python_args, *self.args]
 
-    def fabric_variables(self) -> Variables:
-        """Return the variables that `fabric run` sets."""
-        return {
-            "LT_CLI_USED": "1",
-            "LT_ACCELERATOR": "cpu",
-            "LT_STRATEGY": "ddp",
-            "LT_DEVICES": str(self.ranks_per_node),
-            "LT_NUM_NODES": str(self.nproc // self.ranks_per_node),
-        }
+    def other_start(self, outcome: LaunchOutcome) -> RankLaunch | None:
+        """Return how the script must be started, if it has shown that this is another way."""
+        if self.is_alone:
+            return None
+        if outcome.spawns:
+            return replace(self, is_alone=True, spawns=True)
+        if outcome.is_one_process and not self.keeps_copies:
+            return replace(self, is_alone=True, gpus_available=bool(self.gpus_available))
+        return replace(self, nodes=1) if outcome.needs_one_node and self.nodes > 1 else None
 
-    def command(self, rank: int) -> list[str]:
-        """Return the command of one rank."""
-        options: list[str] = []
-        if self.local_rank_option and not self.is_alone:
-            options.append(f"{self.local_rank_option}={rank % self.ranks_per_node}")
-        return [sys.executable, "-u", *self.python_args, *options, *self.args]
-
-    def torchrun_variables(self, rank: int, port: int) -> Variables:
+    def torchrun_variables(self, rank: int) -> Variables:
         """Return the variables that torchrun sets for one rank."""
         ranks_per_node = self.ranks_per_node
         return {
@@ -204,7 +213,8 @@ class RankLaunch:
             "GROUP_WORLD_SIZE": str(self.nproc // ranks_per_node),
             "ROLE_WORLD_SIZE": str(self.nproc),
             "ROLE_NAME": "default",
-            **self.meeting_place(port),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(self.settings.port),
             "TORCHELASTIC_RESTART_COUNT": "0",
             "TORCHELASTIC_MAX_RESTARTS": "0",
             "TORCHELASTIC_RUN_ID": "check",
@@ -239,9 +249,8 @@ def run_together(
     try:
         for name, launch in launches.items():
             launch = with_folder(launch, name)
-            port = find_free_port()
             count = 1 if launch.is_alone else launch.nproc
-            own = [start_rank(launch, rank, port) for rank in range(count)]
+            own = [start_rank(launch, rank) for rank in range(count)]
             processes += own
             running[name] = RunningRanks(own, launch)
             running[name].poll()
@@ -272,13 +281,14 @@ def with_folder(launch: RankLaunch, name: str) -> RankLaunch:
         launch.settings,
         folder=str(folder),
         torchrun=not launch.is_alone,
+        port=find_free_port(),
         mechanism=launch.sandbox.mechanism,
         writable=launch.sandbox.writable,
     )
     return replace(launch, settings=settings)
 
 
-def start_rank(launch: RankLaunch, rank: int, port: int) -> subprocess.Popen[bytes]:
+def start_rank(launch: RankLaunch, rank: int) -> subprocess.Popen[bytes]:
     output = Path(launch.settings.folder) / f"rank-{rank}.out"
     # In a mount namespace the copy is at the path of the original too, where `..` leads to the
     # user's own folders.
@@ -287,8 +297,8 @@ def start_rank(launch: RankLaunch, rank: int, port: int) -> subprocess.Popen[byt
     folder = Path(root) / launch.folder
     with output.open("wb") as file:
         return subprocess.Popen(
-            launch.sandbox.command(launch.command(rank), folder),
-            env=launch.variables(rank, port),
+            launch.sandbox.command(launch.command(), folder),
+            env=launch.variables(rank),
             stdin=subprocess.DEVNULL,
             cwd=launch.settings.copy,
             pass_fds=launch.sandbox.descriptors,
@@ -339,6 +349,10 @@ class RunningRanks:
             self.outcome,
             codes=self.codes,
             spawns=self.outcome.spawns or SpawnsRanks.marker() in added,
+            needs_one_node=self.outcome.needs_one_node or NeedsOneNode.marker() in added,
+            knows_other_ranks=self.outcome.knows_other_ranks
+            or any(kind.marker() in added for kind in KNOWS_OTHER_RANKS),
+            has_stepped=self.outcome.has_stepped or OptimizerStep.marker() in added,
             halted=self.outcome.halted or Halt.marker() in added,
             late=now - self.began > self.launch.timeout_s,
             deadlock=self.observed.poll(),
@@ -379,7 +393,7 @@ class RunningRanks:
     def are_over(self) -> bool:
         """Whether they have ended, or must be ended."""
         outcome = self.outcome
-        if None not in outcome.codes or outcome.spawns or outcome.late:
+        if None not in outcome.codes or outcome.late or self.launch.other_start(outcome):
             return True
         if outcome.has_stalled or outcome.deadlock:
             return True

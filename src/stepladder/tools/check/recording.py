@@ -19,11 +19,13 @@ from stepladder.tools.check.events import (
     Fetch,
     Forward,
     GroupJoined,
+    LocalRankOption,
     OptimizerStep,
     PassEnd,
     PassStart,
     ProcessExit,
     ProcessStart,
+    RankRead,
     Refusal,
     ScriptCollective,
 )
@@ -32,6 +34,8 @@ from stepladder.tools.probe.events import CodeLine, ProbeEvent
 E = TypeVar("E", bound=ProbeEvent)
 NOT_BY_WORKERS = (GroupJoined, OptimizerStep, Backward, PassStart)
 ACTIVITY_OF_RANKS = (GroupJoined, OptimizerStep, ScriptCollective, Backward)
+LOCAL_VARIABLES = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK", "SLURM_LOCALID")
+GLOBAL_VARIABLES = ("RANK", "WORLD_SIZE", "get_rank", "get_world_size", "SLURM_PROCID")
 EVENTS_OF_ACTIVITY = 5000  # are enough to distinguish processes that train
 
 
@@ -238,6 +242,21 @@ class Recording:
     def select(self, *kinds: type[E]) -> list[tuple[int, E]]:
         """Return the events of these kinds on all ranks, each with its rank."""
         return [(log.rank, event) for log in self.ranks for event in log.select(*kinds)]
+
+    @cached_property
+    def ranks_asked_for(self) -> set[str]:
+        """The variables and functions by which the script, or a library, has asked for a rank."""
+        names = {event.name for _, event in self.select(RankRead)}
+        return names | {"LOCAL_RANK" for _ in self.select(LocalRankOption)}
+
+    @property
+    def asks_for_local_rank(self) -> bool:
+        return not self.ranks_asked_for.isdisjoint(LOCAL_VARIABLES)
+
+    @property
+    def asks_for_all_ranks(self) -> bool:
+        """Whether the script knows that there may be ranks on other nodes."""
+        return not self.ranks_asked_for.isdisjoint(GLOBAL_VARIABLES)
 
     @cached_property
     def was_cut_short(self) -> bool:

@@ -12,12 +12,15 @@ from pathlib import Path
 from stepladder.tools.check.events import (
     AutogradCall,
     Backward,
+    FabricStart,
     Forward,
     GpuQuery,
     GroupInit,
     GroupJoined,
+    LocalRankOption,
     ModelDivided,
     OptimizerStep,
+    OtherGroup,
     PassStart,
     Refusal,
     ScriptCollective,
@@ -29,25 +32,11 @@ from stepladder.tools.check.failure import (
     NotChecked,
     classify_failure,
     hide_check_frames,
-    misses_a_gpu,
 )
 from stepladder.tools.check.isolation.sandbox import OVERLAID_SUFFIX
 from stepladder.tools.check.rank_processes import LaunchOutcome, RankLaunch, run_ranks
 from stepladder.tools.check.recording import Recording, read_recording, read_refused_paths
-from stepladder.tools.check.script_source import ScriptSource
 
-WRAPS_ON_GPUS = ("DistributedDataParallel", "FullyShardedDataParallel", "fully_shard", "nccl")
-ASKS_FOR_GPUS = ("is_available", "current_accelerator")
-CHOOSES_THE_DEVICE = (
-    "accelerate",
-    "lightning",
-    "lightning_fabric",
-    "pytorch_lightning",
-    "transformers",
-)
-KNOWS_ITS_NODE = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "local_rank", "lightning")
-MAKES_A_GROUP = ("init_process_group", "accelerate", "lightning", "deepspeed", "transformers")
-COMMUNICATES_WITHOUT_A_GROUP = ("init_rpc", "Store(", "horovod", "mpi4py")
 TRAINING_EVENTS = (OptimizerStep, Backward, AutogradCall)
 WORKING_EVENTS = (Forward, Backward, OptimizerStep, ScriptCollective)
 EARLY_READ_INTERVAL_S = 1.5
@@ -58,6 +47,8 @@ LOST_PEER = re.compile(
     r"Connection (?:closed|reset|refused) ?(?:by peer)?|Broken pipe|recvVal failed"
 )
 NO_DATA_PARALLELISM = "the script is not data parallel: rules that compare ranks do not apply"
+MAKES_ITS_RANKS = "the script makes its ranks itself: it was started as one process"
+KNOWS_NO_RANKS = "the script knows no other ranks: it was run as one process"
 RAN_ALONE = "the script's processes never meet in a process group: it was run alone, as one process"
 RANKS_NOT_COMPARED = (
     "the script's processes never meet in a process group: rules that compare ranks do not apply"
@@ -106,13 +97,6 @@ class ScriptRun:
         return has_asked or (self.failure is not None and self.failure.cause == "check")
 
     @property
-    def lacks_gpus(self) -> bool:
-        """Whether the script failed because it uses a GPU, by its number alone, and sees none."""
-        failure = self.failure
-        is_simulated = self.launch.simulates_gpus
-        return failure is not None and not is_simulated and misses_a_gpu(failure.output)
-
-    @property
     def stood_still(self) -> bool:
         """Whether ranks waited for each other until the check ended them, or their own time-out."""
         outcome = self.outcome
@@ -133,7 +117,7 @@ class ScriptRun:
             code = self.outcome.codes[rank] or 0
             if code < 0 or not output:
                 output = f"{output}\nexit code {code}".lstrip()
-            failure = classify_failure(output, self.folders, self.launch.simulates_gpus)
+            failure = classify_failure(output, self.folders)
             failures.append(failure)
         if not failures:
             return None
@@ -142,27 +126,14 @@ class ScriptRun:
         return [*by_check, *first_to_fail, *failures][0]
 
 
-def expects_gpus(source: ScriptSource) -> bool:
-    """Return what `torch.cuda.is_available()` answers at the first start.
-
-    A script that asks, and wraps its model for several GPUs or names nccl, is meant for a machine
-    with GPUs, and often wraps the model only there. Libraries that choose the device themselves
-    work with either answer, but with GPUs they choose a backend that is not simulated.
-    """
-    asks = source.contains(*WRAPS_ON_GPUS) and source.contains(*ASKS_FOR_GPUS)
-    return asks and not source.imports(*CHOOSES_THE_DEVICE)
-
-
 class ScriptRuns:
     """Starts one script as often as necessary.
 
     Args:
-        source: The script's files.
         watch: Called now and then with the recording of a start that will not be repeated.
     """
 
-    def __init__(self, source: ScriptSource, watch: Watch) -> None:
-        self.source = source
+    def __init__(self, watch: Watch) -> None:
         self.watch = watch
         self.notes: list[str] = []
         self.last_read = 0.0
@@ -170,53 +141,53 @@ class ScriptRuns:
 
     def run(self, launch: RankLaunch) -> ScriptRun:
         """Run the script, and return the run that counts. All others leave no trace."""
-        if launch.gpus_available or not launch.simulates_gpus:
-            run = self.run_on_nodes(launch, "run", is_last=True)
-            if run.lacks_gpus:
-                with_gpus = replace(launch, simulates_gpus=True, gpus_available=True)
-                run = self.run_on_nodes(with_gpus, "gpus", is_last=True)
-            return self.rerun_if_separate(run)
-        has_gpus = expects_gpus(self.source)
-        first_launch = replace(launch, gpus_available=has_gpus)
-        run = self.run_on_nodes(first_launch, "run", is_last=False)
-        if run.depends_on_gpus:
-            second_launch = replace(launch, gpus_available=not has_gpus)
-            name = "no-gpus" if has_gpus else "gpus"
-            second = self.run_on_nodes(second_launch, name, is_last=True)
+        run = self.run_on_nodes(launch, "run")
+        if run.depends_on_gpus and launch.gpus_available is None:
+            has_gpus = any(event.answer for _, event in run.recording.select(GpuQuery))
+            second_launch = replace(run.launch, gpus_available=not has_gpus)
+            second = self.run_on_nodes(second_launch, "no-gpus" if has_gpus else "gpus")
             if second.is_successful or second.launch.gpus_available:
                 run = second
+        self.notes += notes_on_start(run)
         return self.rerun_if_separate(run)
 
-    def run_on_nodes(self, launch: RankLaunch, name: str, is_last: bool) -> ScriptRun:
+    def run_on_nodes(self, launch: RankLaunch, name: str) -> ScriptRun:
         """Run the script on two simulated nodes.
 
         If that fails, and the script knows its node, run it on one.
         """
-        can_have_nodes = launch.nodes > 1 and not launch.is_alone
-        knows_node = can_have_nodes and self.source.contains(*KNOWS_ITS_NODE)
-        run = self.run_once(launch, name, is_last and not knows_node)
-        if run.outcome.failed and knows_node and not run.launch.is_alone:
-            run = self.run_once(replace(launch, nodes=1), f"{name}-one-node", is_last)
+        run = self.run_once(launch, name)
+        has_nodes = run.launch.nodes > 1 and not run.launch.is_alone
+        if run.outcome.failed and has_nodes and run.recording.asks_for_local_rank:
+            run = self.run_once(replace(run.launch, nodes=1), f"{name}-one-node")
         return run
 
-    def run_once(self, launch: RankLaunch, name: str, is_last: bool) -> ScriptRun:
+    def run_once(self, launch: RankLaunch, name: str) -> ScriptRun:
         """Run the script, and once more if it was started in a wrong way.
 
-        It is started again as one process if it makes its ranks itself, and with more overlays if
-        a change outside the copy was refused that an overlay allows.
+        What its processes do tells that. It is also started again, with more overlays, if a change
+        outside the copy was refused that an overlay allows.
         """
-        launch = self.with_fresh_copy(launch, name)
-        outcome = run_ranks(launch, name, self.make_watcher(launch, is_last))
-        if outcome.spawns and not launch.is_alone:
-            name_alone = f"{name}-alone"
-            launch = self.with_fresh_copy(replace(launch, is_alone=True), name_alone)
-            outcome = run_ranks(launch, name_alone, self.make_watcher(launch, is_last))
+        launch, outcome = self.start(launch, name)
+        if other := launch.other_start(outcome):
+            name = f"{name}-other"
+            first = launch
+            launch, outcome = self.start(other, name)
+            knew_later = launch.is_alone and not launch.spawns and outcome.knows_other_ranks
+            if outcome.failed and knew_later:
+                name = f"{name}-ranks"  # it has made steps before it asked for its rank
+                launch, outcome = self.start(replace(first, keeps_copies=True), name)
         refused = read_refused_paths(outcome.folder)
         if launch.sandbox.can_cover(refused):
-            name_overlaid = f"{name}{OVERLAID_SUFFIX}"
-            launch = self.with_fresh_copy(launch, name_overlaid, refused)
-            outcome = run_ranks(launch, name_overlaid, self.make_watcher(launch, is_last))
+            launch, outcome = self.start(launch, f"{name}{OVERLAID_SUFFIX}", refused)
         return self.read_run(launch, outcome)
+
+    def start(
+        self, launch: RankLaunch, name: str, written_paths: Sequence[str] = ()
+    ) -> tuple[RankLaunch, LaunchOutcome]:
+        """Start the script in a fresh copy, and return how it was started and how it ended."""
+        launch = self.with_fresh_copy(launch, name, written_paths)
+        return launch, run_ranks(launch, name, self.make_watcher(launch))
 
     def read_run(self, launch: RankLaunch, outcome: LaunchOutcome) -> ScriptRun:
         """Return a start that is over, with its recording."""
@@ -258,12 +229,12 @@ class ScriptRuns:
         if run.recording.select(ModelDivided):
             self.notes.append(NO_DATA_PARALLELISM)
             return run
-        could_make_group = run.outcome.failed and self.source.contains(*MAKES_A_GROUP)
+        could_make_group = run.outcome.failed and bool(run.recording.ranks_asked_for)
         is_certain = run.launch.is_alone or run.outcome.late or could_make_group
         if is_certain or not self.are_separate(run.recording):
             return run
-        note = RAN_ALONE
-        alone = self.run_once(replace(run.launch, is_alone=True), "one-process", is_last=True)
+        note = RAN_ALONE if run.recording.ranks_asked_for else KNOWS_NO_RANKS
+        alone = self.run_once(replace(run.launch, is_alone=True), "one-process")
         if alone.outcome.failed:
             note = RANKS_NOT_COMPARED
             alone = run
@@ -271,17 +242,16 @@ class ScriptRuns:
             self.notes.append(note)
         return alone
 
-    def make_watcher(self, launch: RankLaunch, is_last: bool) -> Callable[[Path], None]:
+    def make_watcher(self, launch: RankLaunch) -> Callable[[Path], None]:
         """Return a function that passes on the recording of a run, unless it will be repeated."""
 
         def read_and_watch(folder: Path) -> None:
             is_early = time.monotonic() - self.last_read < EARLY_READ_INTERVAL_S
-            if not is_last or is_early or size_of_recordings(folder) > MAX_BYTES_READ_EARLY:
+            if is_early or size_of_recordings(folder) > MAX_BYTES_READ_EARLY:
                 return
             recording = self.read_recording(folder, launch)
             has_group = launch.is_alone or recording.select(GroupJoined)
-            will_be_repeated = recording.select(Refusal, SpawnsRanks)
-            if has_group and not will_be_repeated:
+            if has_group and not may_be_repeated(recording, launch):
                 self.watch(recording)
             self.last_read = time.monotonic()
 
@@ -304,7 +274,28 @@ class ScriptRuns:
         only_draws = recording.is_single_process and not recording.select(*TRAINING_EVENTS)
         if has_group or only_draws:
             return False
-        return not self.source.contains(*COMMUNICATES_WITHOUT_A_GROUP)
+        return not recording.select(OtherGroup)
+
+
+def notes_on_start(run: ScriptRun) -> list[str]:
+    """Return what is to be said of the way in which the script was started."""
+    notes = []
+    if run.launch.spawns and len(run.recording.ranks) > 1:
+        notes.append(MAKES_ITS_RANKS)
+    elif run.launch.is_alone and not run.launch.spawns:
+        notes.append(KNOWS_NO_RANKS)
+    for _, event in run.recording.select(LocalRankOption)[:1]:
+        notes.append(f"started as torch.distributed.launch does it, with {event.option}")
+    if run.recording.select(FabricStart):
+        notes.append("started as fabric run does it")
+    return notes
+
+
+def may_be_repeated(recording: Recording, launch: RankLaunch) -> bool:
+    """Return whether a run that fails is started in another way: with GPUs, or on one node."""
+    depends_on_gpus = launch.gpus_available is None and bool(recording.select(GpuQuery))
+    depends_on_nodes = launch.nodes > 1 and not launch.is_alone and recording.asks_for_local_rank
+    return depends_on_gpus or depends_on_nodes or bool(recording.select(Refusal, SpawnsRanks))
 
 
 def size_of_recordings(folder: Path) -> int:

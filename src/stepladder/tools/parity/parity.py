@@ -9,13 +9,13 @@ from pathlib import Path
 from stepladder.core.numbers import format_count
 from stepladder.core.scratch import temporary_folder
 from stepladder.core.signals import exit_on_signals
-from stepladder.tools.check.check import KNOWS_OTHER_RANKS, Check, Request
+from stepladder.tools.check.check import Check, Request
 from stepladder.tools.check.failure import NotChecked, choose_exit_code
 from stepladder.tools.check.isolation.sandbox import Sandbox, SandboxFolders
 from stepladder.tools.check.isolation.summary import Isolation, blame_refusal, summarize
 from stepladder.tools.check.rank_processes import RankLaunch
 from stepladder.tools.check.rules.evidence import RunEvidence
-from stepladder.tools.check.script_runs import ScriptRun, ScriptRuns
+from stepladder.tools.check.script_runs import KNOWS_NO_RANKS, ScriptRun, ScriptRuns
 from stepladder.tools.findings.finding import Catalogue, Finding
 from stepladder.tools.parity.causes import find_cause
 from stepladder.tools.parity.compare import FirstDifference, Runs, find_difference
@@ -110,7 +110,7 @@ class Parity:
     def __init__(self, request: ParityRequest) -> None:
         self.request = request
         self.check = Check(request.check, lambda _: None)
-        self.runs = ScriptRuns(self.check.source, lambda _: None)
+        self.runs = ScriptRuns(lambda _: None)
 
     def run(self) -> ParityReport:
         with exit_on_signals(), temporary_folder() as folder:
@@ -128,7 +128,7 @@ class Parity:
         )
         with closing(Sandbox(folders)) as sandbox:
             try:
-                report = self.compare(self.make_launch(scratch_folder, sandbox))
+                report = self.compare(self.check.make_launch(scratch_folder, sandbox))
             except NotJudged as error:
                 report = ParityReport(not_judged=error.reason)
             isolation = summarize(sandbox)
@@ -138,16 +138,6 @@ class Parity:
             notes=[*self.check.notes, *self.runs.notes],
             isolation=isolation,
         )
-
-    def make_launch(self, scratch_folder: Path, sandbox: Sandbox) -> RankLaunch:
-        """Return how the script is started first.
-
-        Raises:
-            NotJudged: It is no script for several processes.
-        """
-        if not self.check.source.contains(*KNOWS_OTHER_RANKS):
-            raise NotJudged(NotChecked("script", NO_OTHER_RANKS))
-        return self.check.make_launch(scratch_folder, sandbox)
 
     def compare(self, launch: RankLaunch) -> ParityReport:
         """Run the script on both sizes. If they differ, run both again without legal causes."""
@@ -163,11 +153,18 @@ class Parity:
         return replace(report, findings=[*report.findings, *notes])
 
     def run_first(self, launch: RankLaunch) -> ScriptRun:
-        """Run the script on the second size, in the way in which it trains."""
+        """Run the script on the second size, in the way in which it trains.
+
+        Raises:
+            NotJudged: It is no script for several processes, or has not trained.
+        """
         compared = self.request.compared
         launch = replace(launch, nproc=compared.nproc, args=compared.args, nodes=1)
         with temporary_environment(**ValueSettings().to_variables()):
-            return self.validate(self.runs.run(launch), compared)
+            run = self.runs.run(launch)
+        if KNOWS_NO_RANKS in self.runs.notes:
+            raise NotJudged(NotChecked("script", NO_OTHER_RANKS))
+        return self.validate(run, compared)
 
     def run_size(
         self, name: str, launch: RankLaunch, size: Size, neutral: bool, perturbed: bool = False
@@ -176,7 +173,7 @@ class Parity:
         launch = replace(launch, nproc=size.nproc, args=size.args)
         settings = ValueSettings(perturbed, neutral)
         with temporary_environment(**settings.to_variables()):
-            return self.validate(self.runs.run_once(launch, name, is_last=False), size)
+            return self.validate(self.runs.run_once(launch, name), size)
 
     def run_references(self, compared: ScriptRun, neutral: bool) -> Runs:
         """Run the reference and the perturbed reference as the compared run was started."""

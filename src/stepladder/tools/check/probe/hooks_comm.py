@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from functools import partial
-from multiprocessing import parent_process
 from typing import Any
 
 import torch
@@ -14,10 +14,14 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 from torch.utils.weak import WeakIdKeyDictionary
 
+from stepladder.core.after_import import call_after_import
 from stepladder.tools.check.events import (
     GroupDestroy,
     GroupInit,
     JoinContext,
+    NeedsOneNode,
+    OtherGroup,
+    RankRead,
     Returned,
     ScriptCollective,
     SpawnsRanks,
@@ -30,9 +34,11 @@ from stepladder.tools.check.probe.patching import (
     default_on_error,
     get_argument,
     record_calls,
+    record_user_calls,
     wrap,
 )
-from stepladder.tools.check.probe.probe_log import current_log, record
+from stepladder.tools.check.probe.probe_log import current_log, is_made_by_script, record
+from stepladder.tools.probe.events import ProbeEvent
 
 COLLECTIVES = (
     "all_reduce",
@@ -55,6 +61,7 @@ COLLECTIVES = (
 )
 # Those that leave the graph of what they gather out, and the name of that argument.
 GATHERS_TENSORS = {"all_gather": "tensor", "all_gather_into_tensor": "input_tensor"}
+STORES = ("TCPStore", "FileStore")
 MAX_RECORDED_VALUES = 64
 MAX_GATHERED_ITEMS = 10_000
 
@@ -62,6 +69,7 @@ MAX_GATHERED_ITEMS = 10_000
 # The scalar tensors that are means, with the number of values of each.
 known_means: WeakIdKeyDictionary = WeakIdKeyDictionary()
 running_collective = NestingDepth()
+asked: set[str] = set()  # the functions by which the user's code has asked for its rank
 
 
 def attach() -> None:
@@ -75,6 +83,11 @@ def attach() -> None:
     record_calls([c10d, dist], "destroy_process_group", lambda *_, **__: GroupDestroy())
     wrap(Tensor, "mean", remember_mean)
     wrap(torch, "mean", remember_mean)
+    for name in ("get_rank", "get_world_size"):
+        wrap([c10d, dist], name, partial(record_question, name))
+    for name in STORES:
+        record_user_calls(getattr(dist, name), "__init__", partial(other_group_event, name))
+    call_after_import("torch.distributed.rpc", watch_rpc)
     start_owners = [spawn, torch.multiprocessing]
     record_calls(start_owners, "start_processes", wait_for_start_without_torchrun)
     record_calls(spawn, "_wrap", note_spawned_rank)
@@ -87,23 +100,61 @@ def note_spawned_rank(_: Any, number: int, *__: Any) -> None:
     current_log().set_spawned_rank(number)
 
 
+def record_question(name: str, original: Any, *args: Any, **kwargs: Any) -> Any:
+    """Record the first question of the user's code for its rank, or the number of ranks."""
+    if (
+        name not in asked
+        and not torch.compiler.is_compiling()
+        and current_log().is_called_by_user()
+    ):
+        asked.add(name)
+        record(RankRead(name=name))
+    return original(*args, **kwargs)
+
+
+def watch_rpc(module: Any) -> None:
+    record_calls(module, "init_rpc", partial(other_group_event, "rpc"))
+
+
+def other_group_event(name: str, *_: Any, **__: Any) -> OtherGroup:
+    return OtherGroup(library=name)
+
+
 def wait_for_start_without_torchrun(*_: Any, **__: Any) -> None:
     """Wait to be ended if this process was started as torchrun does it.
 
     The script makes its ranks itself, so the checker starts it again, as one process.
     """
-    log = current_log()
-    if log.settings.torchrun:
-        log.write(SpawnsRanks())
-        while True:
-            time.sleep(1)
+    if current_log().settings.torchrun:
+        wait_for_other_start(SpawnsRanks())
+
+
+def wait_for_other_start(reason: ProbeEvent) -> None:
+    """Record why the script must be started otherwise, and wait to be ended with the parent."""
+    current_log().write(reason)
+    parent = os.getppid()
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(1)
 
 
 def init_event(*args: Any, **kwargs: Any) -> GroupInit:
-    if parent_process() is not None:
+    settings = current_log().settings
+    if is_made_by_script():
         wait_for_start_without_torchrun()
+    if not settings.torchrun:
+        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+        os.environ.setdefault("MASTER_PORT", str(settings.port))
+    elif takes_local_rank(get_argument(args, kwargs, 4, "rank")):
+        wait_for_other_start(NeedsOneNode())
     backend = str(get_argument(args, kwargs, 0, "backend"))
     return GroupInit(backend=backend, direct=current_log().is_called_by_user())
+
+
+def takes_local_rank(rank: Any) -> bool:
+    """Return whether a process names its local rank as its rank, and they are not the same."""
+    own = os.environ.get("RANK")
+    return own is not None and str(rank) != own and str(rank) == os.environ.get("LOCAL_RANK")
 
 
 def record_group(original: Any, group: Any) -> Any:

@@ -136,6 +136,8 @@ class ProbeLog:
 
 
 active_log: ProbeLog | None = None
+# The process that the checker has started: its id, for those that it makes.
+STARTED_PROCESS = "STEPLADDER_CHECK_PROCESS"
 
 
 def start_log() -> None:
@@ -143,7 +145,13 @@ def start_log() -> None:
     global active_log
     if active_log is None and PROBE_SETTINGS in os.environ:
         active_log = ProbeLog(ProbeSettings.from_environment())
+        os.environ.setdefault(STARTED_PROCESS, str(os.getpid()))
         os.register_at_fork(after_in_child=active_log.reopen_after_fork)
+
+
+def is_made_by_script() -> bool:
+    """Return whether this process was started by the script, and not by the checker."""
+    return os.environ.get(STARTED_PROCESS) != str(os.getpid())
 
 
 def current_log() -> ProbeLog:

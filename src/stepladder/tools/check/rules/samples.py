@@ -17,7 +17,6 @@ from stepladder.tools.check.rules.evidence import (
     rank_rule,
     run_rule,
 )
-from stepladder.tools.check.rules.source_patterns import READS_LOCAL_RANK
 from stepladder.tools.findings.finding import Finding
 
 MIN_COMMON_ROWS = 8
@@ -136,7 +135,7 @@ def describe_sampler_rank(evidence: RunEvidence, passes: Passes) -> str:
     if not start.distributed or start.sampler_rank != passes[1].start.sampler_rank:
         return ""
     text = f"; both samplers take the share of rank {start.sampler_rank}"
-    if not evidence.run.is_single_process and evidence.source.contains(*READS_LOCAL_RANK):
+    if not evidence.run.is_single_process and evidence.run.asks_for_local_rank:
         text += ", the local rank of each: each rank plays a node of its own"
     return text
 

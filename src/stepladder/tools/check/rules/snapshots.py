@@ -23,13 +23,12 @@ from stepladder.tools.check.events import (
     ScheduleStep,
     StateDictLoad,
 )
-from stepladder.tools.check.launch_style import KNOWS_ALL_NODES
 from stepladder.tools.check.recording import RankLog, group_events
 from stepladder.tools.check.rules.best_model import is_loaded_to_go_on
 from stepladder.tools.check.rules.evidence import Findings, RunEvidence, run_rule
 from stepladder.tools.check.rules.local_rank_0 import lines_of_local_rank_0
 from stepladder.tools.check.rules.model import is_sharded
-from stepladder.tools.check.rules.source_patterns import READS_LOCAL_RANK, loads_to_resume
+from stepladder.tools.check.rules.source_patterns import loads_to_resume
 from stepladder.tools.check.script_source import dotted_name, lines_of
 from stepladder.tools.findings.finding import Finding, Severity
 from stepladder.tools.probe.events import CodeLine, ProbeEvent
@@ -75,7 +74,7 @@ def files_of_several(evidence: RunEvidence, writers: Writers, severity: Severity
         if path and len(events) > 1 and not path.startswith("/dev/"):
             ranks = sorted(events)
             text = f"ranks {' and '.join(map(str, ranks[:4]))} write {PurePath(path).name}"
-            if not evidence.run.is_single_process and evidence.source.contains(*READS_LOCAL_RANK):
+            if not evidence.run.is_single_process and evidence.run.asks_for_local_rank:
                 text += "; each of them plays local rank 0 of a node of its own"
                 if is_of_one_node_script(evidence, events[ranks[0]]):
                     text += ", and the script is for one node, where one of them would write"
@@ -92,7 +91,7 @@ def is_of_one_node_script(evidence: RunEvidence, written: ProbeEvent) -> bool:
     location = evidence.location(written.at)
     if location not in lines_of_local_rank_0(evidence.source):
         return False
-    return not evidence.source.contains(*KNOWS_ALL_NODES)
+    return not evidence.run.asks_for_all_ranks
 
 
 @run_rule("resume-epoch")

@@ -20,7 +20,6 @@ REDUCES_NO_SUM = ("AVG", "MAX", "MIN")
 COLLECTING_METHODS = ("append", "extend", "add")
 SIZES_OF_TENSORS = (".size(", ".numel()", ".shape[")
 LOADS = re.compile(r"(?:^|_)(?:load|resume|restore)(?:_|$)")
-READS_LOCAL_RANK = ("LOCAL_RANK", "local_rank", "node_rank")
 MAKES_TENSOR = ("tensor", "as_tensor", "Tensor", "FloatTensor")
 
 

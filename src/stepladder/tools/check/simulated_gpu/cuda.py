@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,6 +31,14 @@ GPU_NAME = "simulated GPU"
 GPU_MEMORY_BYTES = 16 << 30
 COMPUTE_CAPABILITY = (8, 0)
 NCCL_VERSION = (2, 28, 9)
+CUDA_VERSION = "12.8"
+CHOOSES_THE_DEVICE = (
+    "accelerate",
+    "lightning",
+    "lightning_fabric",
+    "pytorch_lightning",
+    "transformers",
+)
 
 # Functions of torch.cuda and torch.cuda.memory by what they return, whatever their arguments are.
 WITHOUT_EFFECT = (
@@ -148,10 +157,27 @@ class IsAvailable:
     """Stands in for torch.cuda.is_available.
 
     It records that the script has asked: the script may be able to run without a GPU.
+
+    Args:
+        answer: The answer; None where the first question decides: there are GPUs, unless a library
+            is imported that chooses the device itself. It works with either answer, but with GPUs
+            it chooses a backend that is not simulated.
+        on_gpus: Called when the answer is known to be that there are GPUs.
     """
 
-    def __init__(self, answer: bool) -> None:
-        self.answer = answer
+    def __init__(self, answer: bool | None, on_gpus: Function) -> None:
+        self.known = answer
+        self.on_gpus = on_gpus
+        if answer:
+            on_gpus()
+
+    @property
+    def answer(self) -> bool:
+        if self.known is None:
+            self.known = sys.modules.keys().isdisjoint(CHOOSES_THE_DEVICE)
+            if self.known:
+                self.on_gpus()
+        return self.known
 
     def __call__(self) -> bool:
         from stepladder.tools.check.events import GpuQuery
@@ -159,8 +185,13 @@ class IsAvailable:
 
         log = probe_log.active_log
         if log is not None and log.is_called_by_user():
-            log.write_with_line(GpuQuery())
+            log.write_with_line(GpuQuery(answer=self.answer))
         return self.answer
+
+
+def name_cuda_version() -> None:
+    if torch.version.cuda is None:
+        setattr(torch.version, "cuda", CUDA_VERSION)  # noqa: B010
 
 
 @contextmanager
@@ -198,13 +229,13 @@ def memory_stats(device: Any = None) -> dict[str, int]:
     return defaultdict(int, dict.fromkeys([*counted, *SINGLE_FIGURES], 0))
 
 
-def simulated_functions(gpus: int, is_available: bool) -> dict[str, Any]:
+def simulated_functions(gpus: int, is_available: bool | None) -> dict[str, Any]:
     """Return the functions and classes that replace those of torch.cuda, by name."""
     functions: dict[str, Any] = {name: make_function(None) for name in WITHOUT_EFFECT}
     functions |= {name: make_function(0) for name in RETURN_ZERO}
     functions |= {name: make_function(value) for name, value in CONSTANTS.items()}
     functions |= {
-        "is_available": IsAvailable(is_available),
+        "is_available": IsAvailable(is_available, name_cuda_version),
         "device_count": lambda: gpus,
         "set_device": current_device.set,
         "current_device": current_device.get,
@@ -280,6 +311,12 @@ def accelerator_functions(cuda: dict[str, Any]) -> dict[str, Any]:
         "device_index": cuda["device"],
         "get_memory_info": cuda["mem_get_info"],
     }
-    if cuda["is_available"].answer:
-        functions["current_accelerator"] = lambda check_available=False: DEVICE_CLASS("cuda")
+    without_gpus = torch.accelerator.current_accelerator
+
+    def current_accelerator(check_available: bool = False) -> Any:
+        if cuda["is_available"].answer:
+            return DEVICE_CLASS("cuda")
+        return without_gpus(check_available)
+
+    functions["current_accelerator"] = current_accelerator
     return functions

@@ -101,7 +101,6 @@ FUNCTIONS_OF_ONE_DEVICE = (
     "scatter",
     "gather",
 )
-CUDA_VERSION = "12.8"
 CUDNN_VERSION = 91900
 SAYS_WHAT_THERE_IS = ("is_available", "device_count", "current_accelerator")
 # torch's own code that is to see the simulated accelerator; all other has none.
@@ -114,14 +113,13 @@ codes_of_patches: list[CodeType] = []
 def attach() -> None:
     """Simulate GPUs in this process. Called once, after torch has been imported."""
     gpus = int(os.environ[SIMULATED_GPUS])
-    is_available = os.environ.get(SIMULATED_GPUS_AVAILABLE, "1") == "1"
+    answer = os.environ.get(SIMULATED_GPUS_AVAILABLE, "1")
+    is_available = answer == "1" if answer else None
     functions = cuda.simulated_functions(gpus, is_available)
     patch_factories()
     patch_tensors()
     patch_devices()
     patch_cuda(functions)
-    if is_available and torch.version.cuda is None:
-        setattr(torch.version, "cuda", CUDA_VERSION)  # noqa: B010
     patch_accelerator(functions)
     patch_mixed_precision()
     if dist.is_available():

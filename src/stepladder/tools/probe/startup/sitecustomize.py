@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 SITECUSTOMIZE_FOLDER = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100,PTH120  # pathlib would slow down every start
 FOLDERS_TO_PACKAGE_ROOT = 4
 # The module whose `attach` is called, by the environment variable that asks for it.
-ATTACHED_AT_START = {"STEPLADDER_CHECK": "stepladder.tools.check.isolation.guard"}
+ATTACHED_AT_START = {"STEPLADDER_CHECK": "stepladder.tools.check.probe.at_start"}
 ATTACHED_AFTER_TORCH = {
     "STEPLADDER_PRETEND_GPUS": "stepladder.tools.check.simulated_gpu.patches",
     "STEPLADDER_CHECK": "stepladder.tools.check.probe.attach",

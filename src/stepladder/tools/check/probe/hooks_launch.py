@@ -1,0 +1,197 @@
+"""Hooks that record what a script knows of other ranks, and that start it as its launcher does.
+
+Attached at the start of each interpreter, before torch: a script may read its rank first.
+"""
+
+from __future__ import annotations
+
+import _collections_abc
+import os
+import sys
+from types import CodeType, FrameType
+
+from stepladder.core.after_import import call_after_import
+from stepladder.tools.check.events import (
+    FabricStart,
+    LibraryRankRead,
+    LocalRankOption,
+    OtherGroup,
+    RankRead,
+)
+from stepladder.tools.check.probe.probe_log import CHECK_FOLDER, current_log
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+RANK_VARIABLES = frozenset(
+    (
+        *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK"),
+        *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"),
+        *("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
+        *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "PMI_RANK", "PMI_SIZE"),
+    )
+)
+# Those of frozen modules have names of their own.
+FILES_OF_ENVIRONMENT = (
+    os.getenv.__code__.co_filename,
+    _collections_abc.Mapping.get.__code__.co_filename,
+    __file__,
+)
+LOCAL_RANK_OPTIONS = ("--local_rank", "--local-rank")
+CHOSEN_IN_FABRIC = ("accelerator", "strategy", "devices", "num_nodes")
+# Ranks of these meet without a process group of torch.
+OTHER_LIBRARIES = ("horovod.torch", "mpi4py.MPI")
+FABRICS = ("lightning.fabric.fabric", "lightning_fabric.fabric")
+
+
+class EnvironmentReads:
+    """The variables of ranks that this process has read."""
+
+    def __init__(self) -> None:
+        self.recorded: set[tuple[type[RankRead], str]] = set()
+        # Where all variables are being copied, which asks for none of them.
+        self.copying: tuple[CodeType, int] | None = None
+
+    def begin_copy(self, frame: FrameType) -> None:
+        self.copying = (frame.f_code, frame.f_lasti)
+
+    def record(self, name: str, frame: FrameType) -> None:
+        """Record the first read of a variable by the user's code, and the first by a library."""
+        if (frame.f_code, frame.f_lasti) == self.copying:
+            return
+        kind = kind_of_read(name, frame)
+        if kind is not None and (kind, name) not in self.recorded:
+            self.recorded.add((kind, name))
+            current_log().write_with_line(kind(name=name))
+
+    def has_read(self, name: str) -> bool:
+        return (RankRead, name) in self.recorded
+
+
+environment_reads = EnvironmentReads()
+local_rank_options: set[str] = set()  # which the script has added to a parser
+
+
+def attach() -> None:
+    watch_environment(type(os.environ))
+    call_after_import("argparse", watch_parsers)
+    for name in OTHER_LIBRARIES:
+        call_after_import(name, record_other_library)
+    for name in FABRICS:
+        call_after_import(name, watch_fabric)
+
+
+def watch_environment(environment: Any) -> None:
+    original = environment.__getitem__
+    original_iterate = environment.__iter__
+
+    def get_item(variables: Any, name: Any) -> Any:
+        if name in RANK_VARIABLES:
+            environment_reads.record(name, reading_frame())
+        return original(variables, name)
+
+    def iterate(variables: Any) -> Any:
+        environment_reads.begin_copy(reading_frame())
+        return original_iterate(variables)
+
+    environment.__getitem__ = get_item
+    environment.__iter__ = iterate
+
+
+def reading_frame() -> FrameType:
+    """Return the innermost frame outside of the classes of os.environ."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename in FILES_OF_ENVIRONMENT:
+        frame = frame.f_back
+    return frame
+
+
+def kind_of_read(name: str, frame: FrameType) -> type[RankRead] | None:
+    """Return who reads a variable: the user's code or a library; None of what asks nothing.
+
+    The probe, torch as it makes a group, and the import of a library ask nothing for the script.
+    """
+    file = frame.f_code.co_filename
+    if current_log().is_user_file(file):
+        return RankRead
+    makes_group = f"{os.sep}torch{os.sep}" in file and not name.startswith("LOCAL_")
+    if file.startswith(CHECK_FOLDER) or makes_group or is_import(frame):
+        return None
+    return LibraryRankRead
+
+
+def is_import(frame: FrameType | None) -> bool:
+    """Return whether a frame runs within the import of a library."""
+    while frame is not None and not current_log().is_user_file(frame.f_code.co_filename):
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def record_other_library(module: Any) -> None:
+    current_log().write_with_line(OtherGroup(library=module.__name__))
+
+
+def watch_parsers(module: Any) -> None:
+    """Pass the local rank as torch.distributed.launch does, which came before LOCAL_RANK.
+
+    A script gets it whose parser has an option for it, and that has not read the variable.
+    """
+    container = module._ActionsContainer
+    parser = module.ArgumentParser
+    original_add = container.add_argument
+    original_parse = parser.parse_known_args
+
+    def add_and_remember(actions: Any, *options: Any, **settings: Any) -> Any:
+        if current_log().is_called_by_user():
+            local_rank_options.update(set(LOCAL_RANK_OPTIONS).intersection(options))
+        return original_add(actions, *options, **settings)
+
+    def parse_with_local_rank(self: Any, args: Any = None, namespace: Any = None) -> Any:
+        if args is None or list(args) == sys.argv[1:]:
+            pass_local_rank(set(self._option_string_actions))
+            args = sys.argv[1:]
+        return original_parse(self, args, namespace)
+
+    container.add_argument = add_and_remember
+    parser.parse_known_args = parse_with_local_rank
+
+
+def pass_local_rank(options_of_parser: set[str]) -> None:
+    options = sorted(local_rank_options & options_of_parser)
+    is_passed = any(arg.startswith(LOCAL_RANK_OPTIONS) for arg in sys.argv[1:])
+    is_rank = current_log().settings.torchrun
+    if not options or not is_rank or is_passed or environment_reads.has_read("LOCAL_RANK"):
+        return
+    current_log().write_with_line(LocalRankOption(option=options[0]))
+    sys.argv.insert(1, f"{options[0]}={os.environ['LOCAL_RANK']}")
+
+
+def watch_fabric(module: Any) -> None:
+    """Set the variables of `fabric run` for a Fabric that leaves the number of devices to it."""
+    fabric = module.Fabric
+    original: Callable[..., None] = fabric.__init__
+
+    def init_with_variables(self: Any, *args: Any, **kwargs: Any) -> None:
+        is_rank = current_log().settings.torchrun
+        if is_rank and not args and kwargs.keys().isdisjoint(CHOSEN_IN_FABRIC):
+            current_log().write_with_line(FabricStart())
+            os.environ.update(fabric_variables())
+        original(self, *args, **kwargs)
+
+    fabric.__init__ = init_with_variables
+
+
+def fabric_variables() -> dict[str, str]:
+    """Return the variables that `fabric run` sets."""
+    ranks_per_node = int(os.environ["LOCAL_WORLD_SIZE"])
+    return {
+        "LT_CLI_USED": "1",
+        "LT_ACCELERATOR": "cpu",
+        "LT_STRATEGY": "ddp",
+        "LT_DEVICES": str(ranks_per_node),
+        "LT_NUM_NODES": str(int(os.environ["WORLD_SIZE"]) // ranks_per_node),
+    }

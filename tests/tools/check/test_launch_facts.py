@@ -1,0 +1,104 @@
+"""What a script's processes do decides how it is started, and no word in its files."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from stepladder.tools.check.events import LibraryRankRead, LocalRankOption, RankRead
+from stepladder.tools.check.probe_settings import PROBE_SETTINGS, ProbeSettings
+from stepladder.tools.check.recording import read_recording
+from stepladder.tools.probe.attach import prepend_startup_folder
+from stepladder.tools.probe.events import ProbeEvent
+
+RANK_VARIABLES = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+PARSES = """
+import argparse
+parser = argparse.ArgumentParser()
+parser.add_argument("--local-rank", type=int, default=-1)
+print(parser.parse_args().local_rank)
+"""
+
+
+def run_probed(folder: Path, script: str, *args: str) -> tuple[list[ProbeEvent], str]:
+    """Run a script without torch as a rank, and return what was recorded and what it printed."""
+    (folder / "recordings").mkdir()
+    (folder / "train.py").write_text(script)
+    settings = ProbeSettings(str(folder / "recordings"), (str(folder),), str(folder), str(folder))
+    ran = subprocess.run(
+        [sys.executable, "train.py", *args],
+        cwd=folder,
+        env={
+            **os.environ,
+            **RANK_VARIABLES,
+            "PYTHONPATH": prepend_startup_folder(""),
+            PROBE_SETTINGS: settings.to_json(),
+        },
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    (log,) = read_recording(folder / "recordings").ranks
+    return log.events, ran.stdout.strip()
+
+
+def names_read(events: list[ProbeEvent], kind: type[RankRead]) -> list[str]:
+    return [event.name for event in events if type(event) is kind]
+
+
+@pytest.mark.parametrize(
+    "script, names",
+    [
+        ("import os\nos.environ['RANK']\nos.environ.get('RANK')", ["RANK"]),
+        ("import os\nos.getenv('LOCAL_RANK', '0')", ["LOCAL_RANK"]),
+        ("import os\nprint('SLURM_PROCID' in os.environ)", ["SLURM_PROCID"]),
+        ("import os\ndict(os.environ), os.environ.copy(), {**os.environ}", []),
+        ("import os\n{name: value for name, value in os.environ.items()}", []),
+        ("# RANK, torch.distributed, lightning fast\n'init_process_group'\nRANK = 0", []),
+    ],
+)
+def test_a_read_of_a_rank_is_recorded_and_a_word_is_not(
+    script: str, names: list[str], tmp_path: Path
+) -> None:
+    events, _ = run_probed(tmp_path, script)
+    assert names_read(events, RankRead) == names
+    assert names_read(events, LibraryRankRead) == []
+
+
+def test_a_library_asks_by_its_calls_and_not_by_its_import(tmp_path: Path) -> None:
+    library = tmp_path / "site-packages"
+    library.mkdir()
+    (library / "helper.py").write_text(
+        "import os\nrank = os.environ['RANK']\ndef ask():\n    return os.environ['WORLD_SIZE']\n"
+    )
+    script = f"import sys\nsys.path.append({str(library)!r})\nimport helper\n"
+    events, _ = run_probed(tmp_path, f"{script}helper.ask()\n")
+    assert names_read(events, LibraryRankRead) == ["WORLD_SIZE"]
+    assert names_read(events, RankRead) == []
+
+
+@pytest.mark.parametrize(
+    "script, args, printed, is_passed",
+    [
+        (PARSES, (), "1", True),
+        (PARSES, ("--local-rank", "0"), "0", False),
+        (
+            PARSES.replace("import argparse", "import argparse, os\nos.environ['LOCAL_RANK']"),
+            (),
+            "-1",
+            False,
+        ),
+        (PARSES.replace("local", "other"), (), "-1", False),
+    ],
+)
+def test_an_option_for_the_local_rank_is_passed_where_the_variable_is_not_read(
+    script: str, args: tuple[str, ...], printed: str, is_passed: bool, tmp_path: Path
+) -> None:
+    events, shown = run_probed(tmp_path, script, *args)
+    assert shown == printed
+    assert any(isinstance(event, LocalRankOption) for event in events) == is_passed
