@@ -519,9 +519,8 @@ def test_what_only_looks_like_a_mistake_is_not_named(name: str) -> None:
 STATIC = {
     "fixed-port": "import os\nos.environ['MASTER_PORT'] = '12355'\n",
     "unsafe-load": "import torch\ntorch.load('s.pt', weights_only=False)\n",
-    "device-per-rank": "import torch\nRANK = 0\ntorch.cuda.is_available()\nmodel.to('cuda:0')\n",
+    "device-per-rank": "dist.init_process_group()\ntorch.cuda.is_available()\nmodel.to('cuda:0')\n",
     "cuda-only": "dist.init_process_group('nccl')\ndist.destroy_process_group()\n",
-    "no-destroy": "dist.init_process_group('gloo')\n",
     "set-epoch": "for epoch in range(3):\n    sampler.set_epoch(0)\n",
     "clip-scaled": "s = GradScaler()\ns.scale(loss).backward()\nclip_grad_norm_(p, 1.0)\ns.step(optimizer)\n",
     "unscaled-batch": "s = DistributedSampler(d, shuffle=False)\nDataLoader(d, batch_size=32, "
@@ -541,8 +540,8 @@ def test_the_source_alone_says_it(rule: str) -> None:
         "os.environ['MASTER_PORT'] = str(free_port())\n",
         "torch.load('s.pt', weights_only=True)\n",
         "with open('data.pkl', 'rb') as f:\n    pickle.load(f)\n",
-        "device = f'cuda:{rank}' if torch.cuda.is_available() else 'cpu'\nRANK = 1\n",
-        "device = torch.device('cuda:{}'.format(args.local_rank))\nRANK = 1\ntorch.cuda.is_available()\n",
+        "device = f'cuda:{rank}' if torch.cuda.is_available() else 'cpu'\ndist.init_process_group()\n",
+        "device = torch.device('cuda:{}'.format(args.local_rank))\ndist.init_process_group()\ntorch.cuda.is_available()\n",
         "model.to('cuda:%d' % local_rank)\nRANK = 1\ntorch.cuda.is_available()\n",
         "if 'WORLD_SIZE' not in os.environ:\n    os.environ['RANK'] = '0'\nmodel.to('cuda')\ntorch.cuda.is_available()\n",
         "dist.init_process_group('nccl' if torch.cuda.is_available() else 'gloo')\ndist.destroy_process_group()\n",

@@ -180,13 +180,13 @@ def test_dropout_that_is_alike_in_one_whole_epoch_is_named() -> None:
 
 
 def test_two_nodes_that_read_one_share_are_told_that_it_is_that_of_their_local_rank() -> None:
-    passes = [train_pass(1, ZERO, sampler_rank=0) for _ in range(2)]
-    text = 'sampler = DistributedSampler(data, rank=int(os.environ["LOCAL_RANK"]))\n'
-    (finding,) = apply_rules(evidence_of(*passes, text=text))
+    asked = {"k": "readrank", "name": "LOCAL_RANK"}
+    passes = [[asked, *train_pass(1, ZERO, sampler_rank=0)] for _ in range(2)]
+    (finding,) = apply_rules(evidence_of(*passes))
     assert finding.rule == "same-samples"
     assert "take the share of rank 0, the local rank of each" in finding.evidence
-    passes = [train_pass(1, ZERO, sampler_rank=rank) for rank in range(2)]
-    (finding,) = apply_rules(evidence_of(*passes, text=text))
+    passes = [[asked, *train_pass(1, ZERO, sampler_rank=rank)] for rank in range(2)]
+    (finding,) = apply_rules(evidence_of(*passes))
     assert "share of rank" not in finding.evidence
 
 

@@ -132,17 +132,19 @@ if gpu == 0:
 
 
 @pytest.mark.parametrize(
-    ("text", "severity"),
+    ("text", "asked", "severity"),
     [
-        (BY_LOCAL_RANK_0, "note"),
-        (BY_LOCAL_RANK_0.replace("if gpu == 0", "if ready"), "error"),
-        (BY_LOCAL_RANK_0 + "print(dist.get_rank())", "error"),
+        (BY_LOCAL_RANK_0, "LOCAL_WORLD_SIZE", "note"),
+        (BY_LOCAL_RANK_0 + "# dist.get_rank()", "LOCAL_WORLD_SIZE", "note"),
+        (BY_LOCAL_RANK_0.replace("if gpu == 0", "if ready"), "LOCAL_WORLD_SIZE", "error"),
+        (BY_LOCAL_RANK_0, "get_rank", "error"),
     ],
 )
 def test_a_file_of_local_rank_0_is_a_note_where_the_script_is_for_one_node(
-    text: str, severity: str
+    text: str, asked: str, severity: str
 ) -> None:
-    saved = [SAVED | {"existed": False}]
+    questions = [{"k": "readrank", "name": name} for name in ("LOCAL_RANK", asked)]
+    saved = [*questions, SAVED | {"existed": False}]
     findings = apply_rules(evidence_of(saved, saved, text=text))
     assert [(f.rule, f.severity) for f in findings if f.rule == "many-writers"] == [
         ("many-writers", severity)

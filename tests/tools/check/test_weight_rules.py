@@ -13,7 +13,7 @@ from stepladder.tools.check.rules.all_rules import apply_rules
 def test_a_training_without_a_step_is_named_and_one_by_hand_is_not() -> None:
     def trained(*weights: str) -> list[str]:
         passes = [backward(n, weights=digest) for n, digest in enumerate(weights, 1)]
-        return rules_of(passes, [], text="optimizer = torch.optim.SGD(net.parameters(), 0.1)")
+        return rules_of([{"k": "optimizer"}, *passes], [])
 
     assert trained(*"aaaaaa") == ["learns-nothing"]
     assert trained(*"aabbcc") == []

@@ -44,6 +44,7 @@ class OtherGroup(ProbeEvent, kind="othergroup"):
     """The ranks may meet otherwise than in a process group: by a store, RPC or another library."""
 
     library: str
+    averages: bool = False  # whether the library exchanges gradients itself
 
 
 class LocalRankOption(ProbeEvent, kind="localrankoption"):
@@ -286,6 +287,14 @@ class Forward(ProbeEvent, kind="forward"):
     random: str = ""  # a hash of the random state, of which these layers draw
     weights: str = ""  # a hash of its weights, in an evaluation
     sync: bool = False  # whether the wrapper averages gradients after this call
+
+
+class OptimizerBuilt(ProbeEvent, kind="optimizer"):
+    """An optimizer was built."""
+
+
+class TrimmedGather(ProbeEvent, kind="trimmed"):
+    """A library has gathered results, and has left out those of samples that came twice."""
 
 
 class EvalMode(ProbeEvent, kind="eval"):

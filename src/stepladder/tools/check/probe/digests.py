@@ -32,10 +32,24 @@ def short_hash(data: str | bytes) -> str:
     return str(xxhash.xxh3_64_hexdigest(data))[:DIGEST_CHARACTERS]
 
 
+def is_divided(tensor: Any) -> bool:
+    """Return whether other ranks hold parts of a distributed tensor."""
+    placements = getattr(tensor, "placements", ())
+    sizes = tensor.device_mesh.shape if placements else ()
+    pairs = zip(placements, sizes, strict=True)
+    return any(size > 1 and not placement.is_replicate() for placement, size in pairs)
+
+
+def local(tensor: Any) -> Any:
+    """Return what this rank holds of a distributed tensor if that is all of it."""
+    is_whole = hasattr(tensor, "to_local") and not is_divided(tensor)
+    return tensor.to_local() if is_whole else tensor
+
+
 def digest(tensor: Any) -> str:
     """Return a short hash of a tensor's bytes; an empty one where they cannot be read."""
     try:
-        flat = copy_to_cpu(tensor).reshape(-1)
+        flat = copy_to_cpu(local(tensor)).reshape(-1)
         return short_hash(flat.view(torch.uint8).numpy())
     except (RuntimeError, TypeError, NotImplementedError, AttributeError):
         return ""  # sparse, quantised, distributed: not compared
@@ -72,7 +86,7 @@ def gradient_sums(parameters: list[Any]) -> list[float]:
     """Return the sum over every second element of each of the first gradients."""
     sums = []
     for parameter in parameters[:MAX_GRADIENT_SUMS]:
-        gradient = parameter.grad
+        gradient = local(parameter.grad)
         if type(gradient) is not Tensor or gradient.is_sparse:
             sums.append(0.0)
             continue

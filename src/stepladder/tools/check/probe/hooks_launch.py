@@ -6,6 +6,7 @@ Attached at the start of each interpreter, before torch: a script may read its r
 from __future__ import annotations
 
 import _collections_abc
+import functools
 import os
 import sys
 from types import CodeType, FrameType
@@ -41,8 +42,12 @@ FILES_OF_ENVIRONMENT = (
 )
 LOCAL_RANK_OPTIONS = ("--local_rank", "--local-rank")
 CHOSEN_IN_FABRIC = ("accelerator", "strategy", "devices", "num_nodes")
-# Ranks of these meet without a process group of torch.
-OTHER_LIBRARIES = ("horovod.torch", "mpi4py.MPI")
+# What ranks use that meet, or exchange gradients, without torch: a module, and a function of it.
+OTHER_LIBRARIES = {
+    "horovod.torch": "init",
+    "deepspeed.runtime.engine": "DeepSpeedEngine.__init__",
+    "torchft.manager": "Manager.__init__",
+}
 FABRICS = ("lightning.fabric.fabric", "lightning_fabric.fabric")
 
 
@@ -77,8 +82,9 @@ local_rank_options: set[str] = set()  # which the script has added to a parser
 def attach() -> None:
     watch_environment(type(os.environ))
     call_after_import("argparse", watch_parsers)
+    call_after_import("mpi4py.MPI", record_other_library)  # its import joins the other ranks
     for name in OTHER_LIBRARIES:
-        call_after_import(name, record_other_library)
+        call_after_import(name, watch_other_library)
     for name in FABRICS:
         call_after_import(name, watch_fabric)
 
@@ -133,6 +139,22 @@ def is_import(frame: FrameType | None) -> bool:
 
 def record_other_library(module: Any) -> None:
     current_log().write_with_line(OtherGroup(library=module.__name__))
+
+
+def watch_other_library(module: Any) -> None:
+    """Record the first use of a library that exchanges gradients itself."""
+    *owners, name = OTHER_LIBRARIES[module.__name__].split(".")
+    owner = module
+    for part in owners:
+        owner = getattr(owner, part)
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def record_and_call(*args: Any, **kwargs: Any) -> Any:
+        current_log().write_with_line(OtherGroup(library=module.__name__, averages=True))
+        return original(*args, **kwargs)
+
+    setattr(owner, name, record_and_call)
 
 
 def watch_parsers(module: Any) -> None:

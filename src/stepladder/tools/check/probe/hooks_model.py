@@ -82,6 +82,11 @@ class CalledModels(NestingDepth):
         self.rows = 0
         return rows
 
+    @property
+    def shards(self) -> bool:
+        """Whether a wrapper cuts a model into shards, and gathers them for each call."""
+        return any(map(kind_of_wrapper, self.models.values()))
+
     def parameters(self) -> Iterator[Any]:
         for model in list(self.models.values()):
             yield from model.parameters()
@@ -184,9 +189,20 @@ def record_forward(module: Any, args: Any, kwargs: Any) -> None:
 
 
 def kind_of_wrapper(module: Any) -> str:
-    """Return the class of the wrapper that averages a model's gradients; empty without one."""
+    """Return the class of the wrapper that averages a model's gradients; empty without one.
+
+    One that cuts the model into shards for a single rank averages nothing.
+    """
     classes = (cls.__name__ for cls in type(module).__mro__)
-    return next((name for name in classes if name in WRAPPERS + SHARDING_CLASSES), "")
+    name = next((name for name in classes if name in WRAPPERS + SHARDING_CLASSES), "")
+    return "" if name in SHARDING_CLASSES and is_of_one_rank(module) else name
+
+
+@default_on_error(bool)
+def is_of_one_rank(module: Any) -> bool:
+    """Return whether all parameters are distributed over a mesh of one rank."""
+    meshes = [getattr(parameter, "device_mesh", None) for parameter in module.parameters()]
+    return bool(meshes) and all(mesh is not None and mesh.size() == 1 for mesh in meshes)
 
 
 @default_on_error(dict)
@@ -207,8 +223,10 @@ def count_layers_with_modes(module: Any) -> Fields:
         for norm in training_norms
         if norm.track_running_stats and not isinstance(norm, nn.SyncBatchNorm)
     ]
+    live = len(training_norms) + len(active_dropouts)
     return {
-        "live": len(training_norms) + len(active_dropouts),
+        # A mean over all batches of a pass, and no moving one: the pass only measures statistics.
+        "live": 0 if any(norm.momentum is None for norm in training_norms) else live,
         "moded": len(norms) + len(dropouts),
         "moded_on": len(training_norms) + len(training_dropouts),
         "norms": len(local_norms),

@@ -25,7 +25,9 @@ from stepladder.tools.check.events import (
     Digests,
     Halt,
     LocalGradients,
+    ModelDivided,
     NotFinite,
+    OptimizerBuilt,
     OptimizerStep,
     Returned,
     ScheduleStep,
@@ -132,6 +134,7 @@ def attach() -> None:
     record_calls(torch.autograd, "grad", autograd_grad_event)
     optimizers.register_optimizer_step_pre_hook(record_before_step)
     optimizers.register_optimizer_step_post_hook(record_after_step)
+    record_calls(optimizers.Optimizer, "__init__", lambda *_, **__: OptimizerBuilt())
     record_calls(optimizers.Optimizer, "zero_grad", zero_grad_event)
     wrap(torch.nn.utils, "clip_grad_norm_", record_clipping)
     for cls in vars(lr_scheduler).copy().values():
@@ -262,6 +265,8 @@ def record_before_step(optimizer: Any, *_: Any) -> None:
         return
     named = named_parameters_of(optimizer)
     parameters = parameters_of(optimizer)
+    if step == 1 and any(map(digests.is_divided, parameters)) and not called_models.shards:
+        record(ModelDivided())
     with_gradient = {name: p for name, p in named.items() if p.grad is not None}
     norm = digests.gradient_norm(parameters)
     record_infinite_gradient(with_gradient, norm)

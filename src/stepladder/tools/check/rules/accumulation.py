@@ -10,6 +10,7 @@ from stepladder.tools.check.events import (
     BeforeStep,
     Forward,
     JoinContext,
+    LocalGradients,
     OptimizerStep,
     ZeroGrad,
 )
@@ -31,14 +32,7 @@ from stepladder.tools.probe.events import ProbeEvent
 MAX_EVEN_RATIO = 1.25
 MIN_UNEVEN_STEPS = 3
 OF_A_MODULE = -1  # in place of an optimizer's number, where a module's zero_grad was called
-SCALES_GRADIENTS = (
-    "grad.div_(",
-    "grad /=",
-    "grad.mul_(",
-    ".grad *=",
-    "_foreach_div_",
-    "_foreach_mul_",
-)
+SAME_FACTOR = 0.01  # the relative difference of two factors that are the same
 
 
 @dataclass
@@ -50,12 +44,16 @@ class Window:
         forwards: The forward passes of models that keep a graph.
         zero_grads: The calls of zero_grad after the first backward pass.
         step: The optimizer step that ends the window, or None.
+        left: The gradients that the last backward pass has left.
+        used: The beginning of the step.
     """
 
     backwards: list[Backward] = field(default_factory=list)
     forwards: list[Forward] = field(default_factory=list)
     zero_grads: list[ZeroGrad] = field(default_factory=list)
     step: BeforeStep | OptimizerStep | None = None
+    left: LocalGradients | None = None
+    used: BeforeStep | None = None
 
     def add(self, event: ProbeEvent) -> None:
         if isinstance(event, Backward):
@@ -64,8 +62,11 @@ class Window:
             self.zero_grads.append(event)
         elif isinstance(event, Forward) and event.grad:
             self.forwards.append(event)
+        elif isinstance(event, LocalGradients):
+            self.left = event
         elif isinstance(event, OptimizerStep | BeforeStep):
             self.step = event
+            self.used = event if isinstance(event, BeforeStep) else self.used
 
     @property
     def is_of_one_line(self) -> bool:
@@ -88,6 +89,16 @@ class Window:
             for event in self.zero_grads
             if event.optimizer in owners and event.n < last_backward
         ]
+
+    @property
+    def factor(self) -> float | None:
+        """The factor by which the script scales the gradients before the step, if it is one."""
+        if self.left is None or self.used is None:
+            return None
+        pairs = [(a, b) for a, b in zip(self.left.sums, self.used.sums, strict=False) if a]
+        factors = [used / left for left, used in pairs]
+        is_one = factors and max(factors) - min(factors) <= SAME_FACTOR * abs(max(factors))
+        return factors[0] if is_one else None
 
     @property
     def synchronized_forwards(self) -> int:
@@ -216,13 +227,14 @@ def accumulation_mean(evidence: RunEvidence) -> Findings:
     log = evidence.rank_0
     windows = [w for w in regular_windows(accumulating_windows(log)) if w.step is not None]
     is_scale_unknown = any(event.scale is None for w in windows for event in w.backwards)
-    if len(windows) < 2 or is_scale_unknown or evidence.source.contains(*SCALES_GRADIENTS):
+    if len(windows) < 2 or is_scale_unknown:
         return
-    total_scales = [sum(event.scale or 0.0 for event in w.backwards) for w in windows]
+    factor = common_factor(windows)
+    total_scales = [factor * sum(event.scale or 0.0 for event in w.backwards) for w in windows]
     if any(abs(total - 1) <= 0.01 for total in total_scales):
         return
     first = windows[0].backwards
-    if abs(total_scales[0] - len(first)) < 1e-6:
+    if abs(total_scales[0] - len(first)) < SAME_FACTOR:
         weight = "is divided by nothing"
     else:
         weight = f"has weight {first[0].scale:.4g}"
@@ -232,6 +244,14 @@ def accumulation_mean(evidence: RunEvidence) -> Findings:
         f"{len(first)} backward passes per step; the mean loss of each {weight}, so the step's "
         f"gradient is {total_scales[0]:.4g} times the mean ({len(windows)} steps seen)",
     )
+
+
+def common_factor(windows: list[Window]) -> float:
+    """Return the factor by which gradients are scaled before each step; clipping has many."""
+    factors = [window.factor for window in windows]
+    known = [factor for factor in factors if factor is not None]
+    is_one = known and max(known) - min(known) <= SAME_FACTOR * abs(max(known))
+    return known[0] if is_one else 1.0
 
 
 @rank_rule("uneven-targets")

@@ -10,6 +10,7 @@ from stepladder.tools.check.events import (
     Backward,
     EnoughPasses,
     Forward,
+    GpuQuery,
     GroupInit,
     ProcessExit,
     ScriptCollective,
@@ -19,16 +20,6 @@ from stepladder.tools.check.recording import RankLog
 from stepladder.tools.check.rules.evidence import Findings, RunEvidence, rank_rule, run_rule
 from stepladder.tools.check.rules.skipped_collective import DDP, find_skipped
 from stepladder.tools.check.rules.uneven_steps import stands_still, test_of_rank, uneven_end
-
-HAS_A_CPU_PATH = (
-    "is_available",
-    '"gloo"',
-    "'gloo'",
-    "--device",
-    "--backend",
-    "is_nccl_available",
-    "accelerator",
-)
 
 
 @rank_rule("no-gradient.gathered")
@@ -201,27 +192,22 @@ def unanswered_backward(evidence: RunEvidence) -> Findings:
 
 @run_rule("no-destroy")
 def no_destroy(evidence: RunEvidence) -> Findings:
-    """Find a process group that the script makes and never destroys."""
+    """Find a process group that the script makes, and that is still there when its ranks end."""
     run = evidence.run
     made = [event for _, event in run.select(GroupInit) if event.direct]
-    if not made or evidence.source.contains("destroy_process_group"):
-        return
-    if run.was_cut_short or run.has_stalled or not run.has_finished:
-        text = "and no file of the script calls destroy_process_group"
-    else:
-        ranks_with_group = [rank for rank, event in run.select(ProcessExit) if event.group]
-        if not ranks_with_group:
-            return
-        text = f"and is still there when {len(ranks_with_group)} ranks end"
-    yield evidence.finding(
-        "no-destroy", made[0].at, f"the group is made on {len(made)} ranks, {text}"
-    )
+    ranks_with_group = [rank for rank, event in run.select(ProcessExit) if event.group]
+    is_over = run.has_finished and not run.has_stalled and not run.was_cut_short
+    if made and is_over and ranks_with_group:
+        text = f"is still there when {len(ranks_with_group)} ranks end"
+        yield evidence.finding(
+            "no-destroy", made[0].at, f"the group is made on {len(made)} ranks, and {text}"
+        )
 
 
 @run_rule("cuda-only")
 def cuda_only(evidence: RunEvidence) -> Findings:
-    """Find a process group on NCCL in a script that cannot run without a GPU."""
-    if evidence.source.contains(*HAS_A_CPU_PATH):
+    """Find a process group on NCCL in a script that never asks whether there is a GPU."""
+    if evidence.run.select(GpuQuery):
         return
     for rank, event in evidence.run.select(GroupInit):
         if "nccl" in event.backend and event.direct:

@@ -7,7 +7,14 @@ from collections import Counter, defaultdict
 from operator import ne
 from typing import Literal
 
-from stepladder.tools.check.events import Backward, Forward, PassStart, Sampled, ScriptCollective
+from stepladder.tools.check.events import (
+    Backward,
+    Forward,
+    PassStart,
+    Sampled,
+    ScriptCollective,
+    TrimmedGather,
+)
 from stepladder.tools.check.recording import LoaderPass, RankLog
 from stepladder.tools.check.rules.evidence import (
     Findings,
@@ -115,9 +122,6 @@ def augmented_evaluation(evidence: RunEvidence) -> Findings:
 @run_rule("no-eval-mode")
 def no_eval_mode(evidence: RunEvidence) -> Findings:
     """Find evaluations with dropout or batch norm in training mode."""
-    # These pass data through the model on purpose, to measure statistics for batch norm.
-    if evidence.source.contains("update_bn", "swa_utils"):
-        return
     for one_pass in evidence.rank_0.evaluation_passes:
         calls = [event for event in one_pass.evaluated_calls if event.live]
         if calls and one_pass.is_complete:
@@ -198,7 +202,7 @@ def find_reduced_count(
     if distinct in sums.values():
         return "corrected"
     trims_what_was_gathered = gathers and trims_to_variable_length(evidence)
-    if trims_what_was_gathered or evidence.source.contains("gather_for_metrics"):
+    if trims_what_was_gathered or evidence.run.select(TrimmedGather):
         return "corrected"
     return "unknown"
 

@@ -14,6 +14,7 @@ from stepladder.tools.check.events import (
     GroupJoined,
     JoinContext,
     OptimizerStep,
+    OtherGroup,
     ScriptCollective,
     WrapperBuilt,
 )
@@ -22,7 +23,6 @@ from stepladder.tools.check.rules.evidence import Findings, RunEvidence, align, 
 from stepladder.tools.check.rules.exchanged_gradients import are_equal
 from stepladder.tools.findings.finding import Finding
 
-OTHER_PARALLELISMS = ("horovod", "deepspeed", "fully_shard", "pipeline", "DTensor", "torchft")
 StepKey = tuple[int, int]  # an optimizer's number, in the order of first use, and its step
 S = TypeVar("S", BeforeStep, OptimizerStep)
 T = TypeVar("T")
@@ -93,7 +93,7 @@ def not_wrapped(evidence: RunEvidence) -> Findings:
 
     Gradients that agree but for rounding were exchanged, if by messages from rank to rank.
     """
-    if evidence.source.contains(*OTHER_PARALLELISMS):
+    if any(event.averages for _, event in evidence.run.select(OtherGroup)):
         return
     logs = evidence.first_ranks
     steps = paired_steps(logs, BeforeStep)

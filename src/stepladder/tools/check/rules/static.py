@@ -7,7 +7,6 @@ import re
 from typing import Literal
 
 from stepladder.tools.check.rules.evidence import CHECK_TEXTS, Findings, source_rule
-from stepladder.tools.check.rules.unscaled_batch import LIBRARIES
 from stepladder.tools.check.script_source import (
     ScriptSource,
     SourceFile,
@@ -20,20 +19,17 @@ from stepladder.tools.findings.finding import Finding, Location
 
 DeviceChoice = Literal["", "constant", "by rank"]  # how an expression names a GPU
 
-PICKLE_LOADERS = ("pickle.load", "cPickle.load", "dill.load", "joblib.load")
-SNAPSHOT_NAMES = ("snapshot", "checkpoint", "ckpt", "resume", "load_state_dict", "state_dict")
-CHOOSES_DEVICES = ("CUDA_VISIBLE_DEVICES", "Accelerator(", "Fabric(", "lightning")
-HAS_SEVERAL_RANKS = ("init_process_group", "RANK", "DistributedDataParallel", "mp.spawn")
-RUNS_WITHOUT_GPUS = (
-    "is_available",
-    "gloo",
-    "--device",
-    "--backend",
-    "Accelerator(",
-    "Fabric(",
-    "device_count() ",
-    "args.device",
+LIBRARIES = (
+    "accelerate",
+    "lightning",
+    "pytorch_lightning",
+    "lightning_fabric",
+    "deepspeed",
+    "transformers",
 )
+CHOOSES_DEVICES = ("Accelerator", "Fabric", "Trainer")
+MAKES_RANKS = ("init_process_group", "DistributedDataParallel", "spawn", "init_device_mesh")
+ASKS_FOR_GPUS = ("is_available", "current_accelerator", "device_count", "is_nccl_available")
 TCP_PORT = re.compile(r"tcp://[^:]*:(\d+)")
 
 
@@ -118,43 +114,17 @@ def resolve(file: SourceFile, node: ast.expr | None) -> ast.expr | None:
 def unsafe_load(source: ScriptSource) -> Findings:
     """Find loads that run code from the file."""
     for file, call in source.calls("load"):
-        name = dotted_name(call.func)
         weights_only = constant_value(keyword_value(call, "weights_only"))
-        if name == "torch.load" and weights_only is False:
+        if dotted_name(call.func) == "torch.load" and weights_only is False:
             yield finding_at("unsafe-load", file, call, "torch.load with weights_only=False")
-        elif name in PICKLE_LOADERS and is_of_snapshot(file, call):
-            yield finding_at("unsafe-load", file, call, f"{name} of a snapshot")
-
-
-def is_of_snapshot(file: SourceFile, call: ast.Call) -> bool:
-    """Return whether a load, or the name of its function, or the `with` around it, names one."""
-    function = file.enclosing_function(call)
-    texts = [getattr(function, "name", "")]
-    node: ast.AST = call
-    while node is not function:
-        if isinstance(node, ast.With):
-            texts += map(ast.unparse, node.items)
-        elif isinstance(node, ast.expr | ast.Assign):
-            texts.append(ast.unparse(node))
-        node = file.parents[node]
-    return any(name in text.lower() for name in SNAPSHOT_NAMES for text in texts)
-
-
-# Ranks that are started by hand, each with its number, as one process of each node.
-RANK_IS_A_NODE = (
-    *('"--rank"', "'--rank'", '"--node-rank"', "'--node-rank'"),
-    # It fills in what an operator of Kubernetes sets in each container, of one rank.
-    *('"WORLD_SIZE" not in os.environ', "'WORLD_SIZE' not in os.environ"),
-)
-KNOWS_LOCAL_RANK = ("LOCAL_RANK", "local_rank", "spawn")
 
 
 @source_rule("device-per-rank")
 def device_per_rank(source: ScriptSource) -> Findings:
     """Find a GPU by a constant name, where no GPU is chosen by the rank."""
-    if source.contains(*CHOOSES_DEVICES) or not source.contains(*HAS_SEVERAL_RANKS):
+    if source.calls(*CHOOSES_DEVICES) or not source.calls(*MAKES_RANKS):
         return
-    if source.contains(*RANK_IS_A_NODE) and not source.contains(*KNOWS_LOCAL_RANK):
+    if sets_variable(source, "CUDA_VISIBLE_DEVICES"):
         return
     choices = [(file, node, device_choice(node)) for file, node in source.nodes(ast.AST)]
     if any(choice == "by rank" for _, _, choice in choices):
@@ -167,6 +137,15 @@ def device_per_rank(source: ScriptSource) -> Findings:
             )
             yield finding_at("device-per-rank", file, node, text)
             return
+
+
+def sets_variable(source: ScriptSource, name: str) -> bool:
+    """Return whether a statement sets a variable of the environment."""
+    targets = [node.targets[0] for _, node in source.nodes(ast.Assign)]
+    return any(
+        isinstance(target, ast.Subscript) and constant_value(target.slice) == name
+        for target in targets
+    )
 
 
 def device_choice(node: ast.AST) -> DeviceChoice:
@@ -219,7 +198,7 @@ def names_cuda(node: ast.expr) -> bool:
 @source_rule("cuda-only")
 def cuda_only(source: ScriptSource) -> Findings:
     """Find a script that needs a GPU and never asks whether there is one."""
-    if source.contains(*RUNS_WITHOUT_GPUS):
+    if source.calls(*ASKS_FOR_GPUS, *CHOOSES_DEVICES):
         return
     for file, call in source.calls("init_process_group"):
         backend = constant_value(resolve(file, argument(call, 0, "backend")))
@@ -234,17 +213,6 @@ def cuda_only(source: ScriptSource) -> Findings:
             return
 
 
-@source_rule("no-destroy", static_only=True)
-def no_destroy(source: ScriptSource) -> Findings:
-    """Find a process group that the script makes and never destroys."""
-    if source.contains("destroy_process_group"):
-        return
-    for file, call in source.calls("init_process_group"):
-        text = "the group is made, and no file of the script calls destroy_process_group"
-        yield finding_at("no-destroy", file, call, text)
-        return
-
-
 @source_rule("set-epoch", static_only=True)
 def set_epoch(source: ScriptSource) -> Findings:
     """Find a shuffling sampler in a loop over epochs that never gets the epoch, or a constant."""
@@ -253,9 +221,9 @@ def set_epoch(source: ScriptSource) -> Findings:
             text = f"set_epoch({call.args[0].value!r}) in every epoch"
             yield finding_at("set-epoch", file, call, text)
             return
-    if source.contains("set_epoch") or source.imports(*LIBRARIES):
+    if source.calls("set_epoch") or source.imports(*LIBRARIES):
         return
-    has_epoch_loop = source.contains(" in range(") and source.contains("epoch")
+    has_epoch_loop = any(holds_loop(loop) for _, loop in source.nodes(ast.For))
     for file, call in source.calls("DistributedSampler"):
         shuffle = keyword_value(call, "shuffle")
         is_shuffled = shuffle is None or constant_value(shuffle) is True
@@ -265,11 +233,18 @@ def set_epoch(source: ScriptSource) -> Findings:
             return
 
 
+def holds_loop(loop: ast.For) -> bool:
+    """Return whether a loop has another one in it, or calls a function that may."""
+    return any(
+        isinstance(node, ast.For | ast.Call) for part in loop.body for node in ast.walk(part)
+    )
+
+
 @source_rule("clip-scaled")
 def clip_scaled(source: ScriptSource) -> Findings:
     """Find gradients that are clipped while they are scaled. A run on a CPU scales nothing."""
-    scales_loss = source.contains("GradScaler") and source.contains(".scale(")
-    if not scales_loss or source.contains("unscale_") or source.imports(*LIBRARIES):
+    scales_loss = source.calls("GradScaler") and source.calls("scale")
+    if not scales_loss or source.calls("unscale_") or source.imports(*LIBRARIES):
         return
     for file, call in source.calls("clip_grad_norm_", "clip_grad_value_"):
         text = "a GradScaler scales the loss, and no file of the script calls unscale_"

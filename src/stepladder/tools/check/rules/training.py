@@ -10,6 +10,7 @@ from stepladder.tools.check.events import (
     Clipping,
     EvalMode,
     Forward,
+    OptimizerBuilt,
     OptimizerStep,
     ScriptCollective,
 )
@@ -20,7 +21,6 @@ from stepladder.tools.check.rules.model import exchanges_gradients, is_sharded
 from stepladder.tools.check.rules.source_patterns import line_that_keeps_loss
 from stepladder.tools.probe.events import CodeLine
 
-SYNCHRONIZES_BATCH_NORM = ("SyncBatchNorm", "sync_batchnorm", "SyncBN")  # on GPUs, perhaps
 SMALL_BATCH = 16
 MIN_DEAD_STEPS = 6
 MIN_UNUSED_BACKWARDS = 5
@@ -72,8 +72,6 @@ def frozen_parameters(events: list[BeforeStep]) -> set[str]:
 def small_batch_norm(evidence: RunEvidence) -> Findings:
     """Find batch norm over few samples per rank."""
     log = evidence.rank_0
-    if evidence.source.contains(*SYNCHRONIZES_BATCH_NORM):
-        return
     calls = [e for e in log.select(Forward) if e.grad and e.norms]
     if not calls or not exchanges_gradients(log):
         return
@@ -186,10 +184,11 @@ def stops_learning(evidence: RunEvidence) -> Findings:
 def never_steps(evidence: RunEvidence) -> Findings:
     """Find trainings that compute gradients, and whose optimizer makes no step."""
     run = evidence.run
-    is_over = run.has_finished and not run.was_cut_short
-    may_step_later = evidence.source.contains(".step(") and not is_over
-    if run.select(OptimizerStep) or may_step_later or not evidence.source.contains("optim"):
+    has_ended_epochs = any(p.is_complete for p in run.ranks[0].training_passes)
+    if run.select(OptimizerStep) or not run.select(OptimizerBuilt):
         return
+    if not (run.has_finished or has_ended_epochs):
+        return  # it may make its first step later
     backwards = run.ranks[0].select(Backward)
     weights = [event.weights for event in backwards if event.weights]
     if len(weights) >= MIN_UNUSED_BACKWARDS and len(set(weights)) == 1:
