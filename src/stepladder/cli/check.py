@@ -14,11 +14,10 @@ from stepladder.cli.findings import show_finding, tell_finding
 from stepladder.cli.flags import make_command, make_field_options
 from stepladder.cli.suggest import tell_misplaced_flags
 from stepladder.cli.types import AsJson, Count, Wait, Words
-from stepladder.core.console import echo, print_message
+from stepladder.core.console import echo
 from stepladder.core.errors import InputError
 from stepladder.core.output_file import validate_writable, write_output
 from stepladder.tools.check.check import Report, Request, check
-from stepladder.tools.check.fixes import make_patch
 from stepladder.tools.check.formats import json_of_report, sarif_of_report
 from stepladder.tools.check.rules.evidence import CHECK_TEXTS
 from stepladder.tools.findings.render import count_severities
@@ -43,7 +42,6 @@ class CheckFlags:
         patience: Seconds without progress that count as a hang. A rank that sleeps or computes is
             waited for, up to --timeout.
         notes: Also show notes that many sound scripts get, such as a batch that is fixed per rank.
-        fix (FILE): Write the fixes that are mechanical to FILE, as a patch. SCRIPT stays as it is.
         sarif (FILE): Write the findings to FILE too, for code hosts.
         writes (DIR): Let SCRIPT write this folder for real. Repeatable.
     """
@@ -59,7 +57,6 @@ class CheckFlags:
     timeout: Wait = 600
     patience: Wait = 25
     notes: bool = False
-    fix: Path | None = None
     sarif: Path | None = None
     writes: tuple[Path, ...] = ()
     as_json: AsJson = False
@@ -81,16 +78,13 @@ def command(script: Path, args: Words = (), **values: Any) -> int:
     """
     flags = CheckFlags(**values)
     validate_script(script, args)
-    for file, flag, mark in ((flags.sarif, "--sarif", b"sarif"), (flags.fix, "--fix", b"--- a/")):
-        if file:
-            validate_writable(file, flag, mark)
+    if flags.sarif:
+        validate_writable(flags.sarif, "--sarif", b"sarif")
     request = make_request(script, args, flags)
     report = check(request, (lambda _: None) if flags.as_json else tell_finding)
     if flags.sarif:
         write_output(flags.sarif, sarif_of_report(report, version("stepladder")), "--sarif")
     show_report(report, flags.as_json)
-    if flags.fix:
-        write_patch(report, flags.fix)
     return report.exit_code
 
 
@@ -119,14 +113,6 @@ def make_request(script: Path, args: tuple[str, ...], flags: CheckFlags) -> Requ
         resume_args=split_arguments(flags.resume_args),
         shows_notes=flags.notes,
     )
-
-
-def write_patch(report: Report, file: Path) -> None:
-    """Write the patch of --fix, and say on standard error what it mends."""
-    patch = make_patch(report.findings, report.folder)
-    write_output(file, patch.text, "--fix")
-    count = f"{len(patch.fixed)} of {len(report.findings)} findings have a fix in {file}"
-    print_message(f"{count}: patch -p1 < {file}" if patch.fixed else count)
 
 
 def split_arguments(text: str) -> tuple[str, ...]:

@@ -27,24 +27,6 @@ from stepladder.tools.check.rules.samples import can_miss_by_chance
 from stepladder.tools.probe.events import ProbeEvent
 
 
-def with_fit(weight: float, shift: float = 0.0) -> Events:
-    """Return a training pass of a rank with its own data, whose targets are inputs by a weight."""
-    values = [number % 7 - 3 + shift for number in range(40)]
-    fit = {"k": "fit", "number": 1, "count": 40, "weights": [[weight, 0.0]]}
-    fit |= {"inputs": [values, [1.0] * 40], "targets": [[weight * value for value in values]]}
-    return [*train_pass(1, ZERO, fingerprint=f"{weight} {shift}"), fit]
-
-
-def test_ranks_whose_targets_contradict_each_other_are_named() -> None:
-    def named(*ranks: Events) -> bool:
-        return "own-task" in rules_of(*ranks)
-
-    assert named(with_fit(1.0), with_fit(-2.0))
-    assert not named(with_fit(1.0), with_fit(1.01)), "two shares of one task"
-    assert not named(with_fit(1.0), with_fit(-2.0, shift=9.0)), "a task for other inputs"
-    assert not named(with_fit(0.0), with_fit(-2.0)), "nothing that can be learned"
-
-
 def test_ranks_that_hold_other_samples_are_named_before_both_have_read_one() -> None:
     def named(*ranks: Events) -> bool:
         return "own-task" in rules_of(*ranks)

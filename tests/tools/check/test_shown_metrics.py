@@ -77,7 +77,7 @@ TRAINS = """def train(loader):
 
 
 @pytest.mark.parametrize(("value", "found"), [("0.750000", True), ("0.600000", False)])
-def test_a_mean_of_means_of_a_training_is_a_note_on_the_line_of_the_division(
+def test_a_mean_of_means_of_a_training_is_a_note_on_the_line_that_shows_it(
     value: str, found: bool
 ) -> None:
     events = train_pass(1, UNEVEN)
@@ -93,7 +93,7 @@ def test_a_mean_of_means_of_a_training_is_a_note_on_the_line_of_the_division(
         for finding in apply_rules(evidence_of([*trained, show(value)], text=TRAINS))
         if finding.rule == "mean-of-means"
     ]
-    assert [(f.severity, f.location.line) for f in findings] == [("note", 4)] * found
+    assert [(f.severity, f.location.line) for f in findings] == [("note", 9)] * found
 
 
 def test_the_exact_mean_of_another_pass_is_no_mean_of_means_by_chance() -> None:
@@ -307,12 +307,18 @@ def test_a_sum_is_right_where_the_loss_or_the_learning_rate_is_divided() -> None
     ranks = [exchanged(local, [4.0, 2.0], scale=0.5) for local in LOCAL]
     assert rules_of(*ranks) == []
     ranks = [exchanged(local, [4.0, 2.0]) for local in LOCAL]
-    assert rules_of(*ranks, text="SGD(parameters, lr=0.1 / world_size)") == []
+    built = {"k": "optimizer", "cls": "SGD"}
+    ranks = [[built, *events] for events in ranks]
+    text = "n = dist.get_world_size()\nSGD(parameters, lr=0.1 / n)\n"
+    assert rules_of(*ranks, text=text) == []
+    text = "# world_size\nworld_size = 4\nSGD(parameters, lr=0.1 / world_size)\n"
+    assert rules_of(*ranks, text=text) == ["accumulation-mean"]
 
 
 def test_a_sum_is_a_note_where_the_optimizer_divides_by_the_size_of_gradients() -> None:
-    ranks = [exchanged(local, [4.0, 2.0]) for local in LOCAL]
-    (finding,) = apply_rules(evidence_of(*ranks, text="AdamW(parameters, lr=0.1)"))
+    built = {"k": "optimizer", "cls": "AdamW"}
+    ranks = [[built, *exchanged(local, [4.0, 2.0])] for local in LOCAL]
+    (finding,) = apply_rules(evidence_of(*ranks))
     assert (finding.rule, finding.severity) == ("accumulation-mean", "note")
 
 

@@ -81,6 +81,10 @@ class GpuQuery(ProbeEvent, kind="asked"):
     answer: bool = False
 
 
+class GpuCount(ProbeEvent, kind="counted"):
+    """The script has asked how many GPUs there are."""
+
+
 class Refusal(ProbeEvent, kind="refused"):
     """A change outside of the copy was refused."""
 
@@ -186,16 +190,6 @@ class PassEnd(ProbeEvent, kind="endpass"):
     cut: bool
 
 
-class LinearFit(ProbeEvent, kind="fit"):
-    """The inputs and targets of a pass, of which half make a linear fit and the others test it."""
-
-    number: int  # the number of the pass
-    count: int  # the rows that make it
-    weights: list[list[float]]  # for each output those of all inputs, and of a constant
-    inputs: list[list[float]]  # for each input its values in the rows that test; the last is 1
-    targets: list[list[float]]  # for each output its values in these rows
-
-
 class Fetch(ProbeEvent, kind="fetch"):
     """A rank, or a worker of its loader, has fetched samples."""
 
@@ -262,14 +256,6 @@ class Statistic(ProbeEvent, kind="statistic"):
     is_mean: bool
 
 
-class Numbering(ProbeEvent, kind="numbered"):
-    """The user's code numbers the values of a list."""
-
-    values: list[str]  # the first of them
-    count: int  # how many there are
-    digest: str  # a hash of all of them
-
-
 class Forward(ProbeEvent, kind="forward"):
     """A complete model was called."""
 
@@ -291,6 +277,8 @@ class Forward(ProbeEvent, kind="forward"):
 
 class OptimizerBuilt(ProbeEvent, kind="optimizer"):
     """An optimizer was built."""
+
+    cls: str = ""  # its class
 
 
 class TrimmedGather(ProbeEvent, kind="trimmed"):

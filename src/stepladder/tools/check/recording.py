@@ -18,6 +18,7 @@ from stepladder.tools.check.events import (
     EnoughPasses,
     Fetch,
     Forward,
+    GpuCount,
     GroupJoined,
     LocalRankOption,
     OptimizerStep,
@@ -257,6 +258,12 @@ class Recording:
     def asks_for_all_ranks(self) -> bool:
         """Whether the script knows that there may be ranks on other nodes."""
         return not self.ranks_asked_for.isdisjoint(GLOBAL_VARIABLES)
+
+    @property
+    def is_for_one_node(self) -> bool:
+        """Whether a script takes its local rank for its rank, and the GPUs of a node for all."""
+        counts_gpus = bool(self.select(GpuCount))
+        return counts_gpus and self.asks_for_local_rank and not self.asks_for_all_ranks
 
     @cached_property
     def was_cut_short(self) -> bool:

@@ -154,11 +154,12 @@ class ScriptRuns:
     def run_on_nodes(self, launch: RankLaunch, name: str) -> ScriptRun:
         """Run the script on two simulated nodes.
 
-        If that fails, and the script knows its node, run it on one.
+        Run it on one if that fails, and the script knows its node, or if it is for one node.
         """
         run = self.run_once(launch, name)
         has_nodes = run.launch.nodes > 1 and not run.launch.is_alone
-        if run.outcome.failed and has_nodes and run.recording.asks_for_local_rank:
+        may_need_one = run.outcome.failed and run.recording.asks_for_local_rank
+        if has_nodes and (may_need_one or run.recording.is_for_one_node):
             run = self.run_once(replace(run.launch, nodes=1), f"{name}-one-node")
         return run
 

@@ -21,7 +21,6 @@ from stepladder.tools.check.probe import (
     hooks_comm,
     hooks_data,
     hooks_files,
-    hooks_index,
     hooks_model,
     hooks_random,
     hooks_snapshot,
@@ -45,7 +44,6 @@ def attach() -> None:
     hooks_comm.attach()
     hooks_data.attach()
     hooks_files.attach()
-    hooks_index.attach()
     hooks_model.attach()
     hooks_random.attach()
     hooks_snapshot.attach()

@@ -33,13 +33,11 @@ from stepladder.tools.check.events import (
 )
 from stepladder.tools.check.probe import digests
 from stepladder.tools.check.probe.hooks_accelerate import AHEAD_ATTRIBUTE
-from stepladder.tools.check.probe.linear_fit import fitted_rows
 from stepladder.tools.check.probe.patching import Fields, default_on_error, record_calls, wrap
 from stepladder.tools.check.probe.probe_log import current_log, record
 from stepladder.tools.probe.events import CodeLine
 
 EPOCHS_BY_DEFAULT = 2
-PASSES_WITH_FIT = 3
 MAX_BACKWARDS_PER_STEP = 16  # before a script without any step is ended as if it had made one
 MAX_ATTRIBUTES_SEARCHED = 50
 MAX_ITEMS_SEARCHED = 20
@@ -309,17 +307,14 @@ def record_batch(original: Any, iterator: Any) -> Any:
         raise
     requested = state.indices.popleft() if state.indices else None
     indices = indices_of_batch(iterator._dataset, requested)
-    hashes = digests.row_digests(batch)
     event = Batch(
         number=state.number,
         indices=indices,
-        rows=hashes,
+        rows=digests.row_digests(batch),
         size=digests.row_count(batch) if indices is None else len(indices),
         sums=digests.row_sums(batch),
     )
     state.write(partial(log.write, event))
-    if state.number <= PASSES_WITH_FIT:
-        fitted_rows.add(state.number, batch, hashes)
     return batch
 
 
@@ -332,8 +327,6 @@ def indices_of_batch(dataset: Any, requested: Any) -> list[int] | None:
 
 def record_pass_end(state: PassState, cut: bool) -> None:
     pass_counters.finish_pass(state.key)
-    if fit := fitted_rows.fit(state.number):
-        current_log().write(fit)
     current_log().write(PassEnd(number=state.number, cut=cut))
 
 

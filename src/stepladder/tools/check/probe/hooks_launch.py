@@ -6,7 +6,6 @@ Attached at the start of each interpreter, before torch: a script may read its r
 from __future__ import annotations
 
 import _collections_abc
-import functools
 import os
 import sys
 from types import CodeType, FrameType
@@ -19,14 +18,15 @@ from stepladder.tools.check.events import (
     OtherGroup,
     RankRead,
 )
+from stepladder.tools.check.probe import patching
+from stepladder.tools.check.probe.patching import record_calls, wrap
 from stepladder.tools.check.probe.probe_log import CHECK_FOLDER, current_log
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from typing import Any
 
-RANK_VARIABLES = frozenset(
+VARIABLES_OF_RANKS = frozenset(
     (
         *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK"),
         *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"),
@@ -36,6 +36,7 @@ RANK_VARIABLES = frozenset(
 )
 # Those of frozen modules have names of their own.
 FILES_OF_ENVIRONMENT = (
+    patching.__file__,
     os.getenv.__code__.co_filename,
     _collections_abc.Mapping.get.__code__.co_filename,
     __file__,
@@ -90,20 +91,19 @@ def attach() -> None:
 
 
 def watch_environment(environment: Any) -> None:
-    original = environment.__getitem__
-    original_iterate = environment.__iter__
+    wrap(environment, "__getitem__", read_variable)
+    wrap(environment, "__iter__", read_names)
 
-    def get_item(variables: Any, name: Any) -> Any:
-        if name in RANK_VARIABLES:
-            environment_reads.record(name, reading_frame())
-        return original(variables, name)
 
-    def iterate(variables: Any) -> Any:
-        environment_reads.begin_copy(reading_frame())
-        return original_iterate(variables)
+def read_variable(original: Any, variables: Any, name: Any) -> Any:
+    if name in VARIABLES_OF_RANKS:
+        environment_reads.record(name, reading_frame())
+    return original(variables, name)
 
-    environment.__getitem__ = get_item
-    environment.__iter__ = iterate
+
+def read_names(original: Any, variables: Any) -> Any:
+    environment_reads.begin_copy(reading_frame())
+    return original(variables)
 
 
 def reading_frame() -> FrameType:
@@ -142,19 +142,11 @@ def record_other_library(module: Any) -> None:
 
 
 def watch_other_library(module: Any) -> None:
-    """Record the first use of a library that exchanges gradients itself."""
+    """Record the use of a library that exchanges gradients itself."""
     *owners, name = OTHER_LIBRARIES[module.__name__].split(".")
-    owner = module
-    for part in owners:
-        owner = getattr(owner, part)
-    original = getattr(owner, name)
-
-    @functools.wraps(original)
-    def record_and_call(*args: Any, **kwargs: Any) -> Any:
-        current_log().write_with_line(OtherGroup(library=module.__name__, averages=True))
-        return original(*args, **kwargs)
-
-    setattr(owner, name, record_and_call)
+    owner = getattr(module, owners[0]) if owners else module
+    event = OtherGroup(library=module.__name__, averages=True)
+    record_calls(owner, name, lambda *_, **__: event)
 
 
 def watch_parsers(module: Any) -> None:
@@ -162,24 +154,23 @@ def watch_parsers(module: Any) -> None:
 
     A script gets it whose parser has an option for it, and that has not read the variable.
     """
-    container = module._ActionsContainer
-    parser = module.ArgumentParser
-    original_add = container.add_argument
-    original_parse = parser.parse_known_args
+    wrap(module._ActionsContainer, "add_argument", remember_option)
+    wrap(module.ArgumentParser, "parse_known_args", parse_with_local_rank)
 
-    def add_and_remember(actions: Any, *options: Any, **settings: Any) -> Any:
-        if current_log().is_called_by_user():
-            local_rank_options.update(set(LOCAL_RANK_OPTIONS).intersection(options))
-        return original_add(actions, *options, **settings)
 
-    def parse_with_local_rank(self: Any, args: Any = None, namespace: Any = None) -> Any:
-        if args is None or list(args) == sys.argv[1:]:
-            pass_local_rank(set(self._option_string_actions))
-            args = sys.argv[1:]
-        return original_parse(self, args, namespace)
+def remember_option(original: Any, parser: Any, *options: Any, **settings: Any) -> Any:
+    if current_log().is_called_by_user():
+        local_rank_options.update(set(LOCAL_RANK_OPTIONS).intersection(options))
+    return original(parser, *options, **settings)
 
-    container.add_argument = add_and_remember
-    parser.parse_known_args = parse_with_local_rank
+
+def parse_with_local_rank(
+    original: Any, parser: Any, args: Any = None, namespace: Any = None
+) -> Any:
+    if args is None or list(args) == sys.argv[1:]:
+        pass_local_rank(set(parser._option_string_actions))
+        args = sys.argv[1:]
+    return original(parser, args, namespace)
 
 
 def pass_local_rank(options_of_parser: set[str]) -> None:
@@ -193,18 +184,16 @@ def pass_local_rank(options_of_parser: set[str]) -> None:
 
 
 def watch_fabric(module: Any) -> None:
+    wrap(module.Fabric, "__init__", init_with_variables)
+
+
+def init_with_variables(original: Any, fabric: Any, *args: Any, **kwargs: Any) -> None:
     """Set the variables of `fabric run` for a Fabric that leaves the number of devices to it."""
-    fabric = module.Fabric
-    original: Callable[..., None] = fabric.__init__
-
-    def init_with_variables(self: Any, *args: Any, **kwargs: Any) -> None:
-        is_rank = current_log().settings.torchrun
-        if is_rank and not args and kwargs.keys().isdisjoint(CHOSEN_IN_FABRIC):
-            current_log().write_with_line(FabricStart())
-            os.environ.update(fabric_variables())
-        original(self, *args, **kwargs)
-
-    fabric.__init__ = init_with_variables
+    is_rank = current_log().settings.torchrun
+    if is_rank and not args and kwargs.keys().isdisjoint(CHOSEN_IN_FABRIC):
+        current_log().write_with_line(FabricStart())
+        os.environ.update(fabric_variables())
+    original(fabric, *args, **kwargs)
 
 
 def fabric_variables() -> dict[str, str]:

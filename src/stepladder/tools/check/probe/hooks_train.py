@@ -134,7 +134,7 @@ def attach() -> None:
     record_calls(torch.autograd, "grad", autograd_grad_event)
     optimizers.register_optimizer_step_pre_hook(record_before_step)
     optimizers.register_optimizer_step_post_hook(record_after_step)
-    record_calls(optimizers.Optimizer, "__init__", lambda *_, **__: OptimizerBuilt())
+    record_calls(optimizers.Optimizer, "__init__", optimizer_event)
     record_calls(optimizers.Optimizer, "zero_grad", zero_grad_event)
     wrap(torch.nn.utils, "clip_grad_norm_", record_clipping)
     for cls in vars(lr_scheduler).copy().values():
@@ -162,6 +162,10 @@ def record_clipping(original: Any, parameters: Any, *args: Any, **kwargs: Any) -
     pointers = digests.gradient_pointers(parameters)
     record(Clipping(ptrs=pointers, norm=float(norm) if is_number else None))
     return norm
+
+
+def optimizer_event(optimizer: Any, *_: Any, **__: Any) -> OptimizerBuilt:
+    return OptimizerBuilt(cls=type(optimizer).__name__)
 
 
 def zero_grad_event(optimizer: Any, *_: Any, **__: Any) -> ZeroGrad:

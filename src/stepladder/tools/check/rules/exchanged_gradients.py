@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from stepladder.tools.check.events import Backward, BeforeStep, LocalGradients
+from stepladder.tools.check.events import Backward, BeforeStep, LocalGradients, OptimizerBuilt
 from stepladder.tools.check.recording import RankLog
 from stepladder.tools.check.rules.evidence import Findings, RunEvidence, align, rank_rule
-from stepladder.tools.check.rules.unscaled_batch import (
-    OPTIMIZERS,
-    depends_on,
-    learning_rate_of,
-    world_size_names,
-)
+from stepladder.tools.check.rules.world_size import depends_on_world_size
+from stepladder.tools.check.script_source import keyword_value
 
 ROUNDING_OF_GRADIENTS = 1e-3  # relative, of gradients that are exchanged in half precision
 MIN_STEPS = 3
@@ -74,7 +71,7 @@ def exchanged_by_hand(evidence: RunEvidence) -> Findings:
             first.step.at,
             f"in all of {len(kinds)} steps the gradients are the sum over {size} ranks, each of a "
             f"mean loss, and not the average",
-            severity="note" if evidence.source.calls(*IGNORE_SCALE) else None,
+            severity="note" if ignores_scale(evidence) else None,
         )
 
 
@@ -108,8 +105,18 @@ def is_of_mean_loss(step: ExchangedStep) -> bool:
     return step.scale is not None and abs(step.scale - 1) < ROUNDING_OF_GRADIENTS
 
 
+def ignores_scale(evidence: RunEvidence) -> bool:
+    """Return whether an optimizer divides by the size of gradients."""
+    return any(event.cls in IGNORE_SCALE for event in evidence.rank_0.select(OptimizerBuilt))
+
+
 def follows_world_size(evidence: RunEvidence) -> bool:
     """Return whether a learning rate is computed from the number of ranks."""
-    names = world_size_names(evidence.source)
-    rates = [learning_rate_of(call) for _, call in evidence.source.calls(*OPTIMIZERS)]
-    return any(depends_on(rate, names) for rate in rates if rate is not None)
+    classes = {event.cls for event in evidence.rank_0.select(OptimizerBuilt)}
+    calls = evidence.source.calls(*classes)
+    rates = [keyword_value(call, "lr") or argument(call, 1) for _, call in calls]
+    return any(rate and depends_on_world_size(rate, evidence.source) for rate in rates)
+
+
+def argument(call: ast.Call, index: int) -> ast.expr | None:
+    return call.args[index] if len(call.args) > index else None

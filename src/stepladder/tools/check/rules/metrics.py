@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
-from dataclasses import replace
 
 from stepladder.tools.check.events import (
     Backward,
-    Forward,
     OptimizerStep,
     Print,
     ScheduleStep,
     ScriptCollective,
 )
 from stepladder.tools.check.recording import LoaderPass, RankLog
-from stepladder.tools.check.rules.batch_means import averages_of_batch_means, line_divided_by_length
 from stepladder.tools.check.rules.evidence import (
     Findings,
     Passes,
@@ -36,8 +32,6 @@ from stepladder.tools.check.rules.shown_metrics import (
     shown_sums_of_means,
 )
 from stepladder.tools.check.rules.shown_numbers import printed_numbers
-from stepladder.tools.check.rules.source_patterns import local_quotients, reduced_quotients
-from stepladder.tools.findings.finding import Location
 from stepladder.tools.probe.events import CodeLine
 
 WITHOUT_RESULT = ("barrier", "reduce", "gather", "gather_object")  # on ranks other than the first
@@ -47,9 +41,9 @@ SCHEDULES_WITHOUT_END = ("LinearLR", "ConstantLR", "PolynomialLR")
 @run_rule("mean-of-means")
 def mean_of_means(evidence: RunEvidence) -> Findings:
     """Find means that are averaged although they are of different numbers of samples."""
-    in_source = [*reduced_means(evidence), *batch_means(evidence), *reduced_shares(evidence)]
     shown = shown_means_of_means(evidence, is_training=False)
-    yield from in_source or first_certain(evidence, "mean-of-means", shown)
+    reduced = list(reduced_means(evidence))
+    yield from reduced or first_certain(evidence, "mean-of-means", shown)
 
 
 @run_rule("mean-of-means.training")
@@ -59,80 +53,7 @@ def means_of_training(evidence: RunEvidence) -> Findings:
     This is a note, for weights change from batch to batch, and no mean of their losses is exact.
     """
     shown = shown_means_of_means(evidence, is_training=True)
-    for finding in first_certain(evidence, "mean-of-means.training", shown):
-        for one_pass in evidence.rank_0.training_passes:
-            line = line_that_averages(evidence, one_pass.line)
-            if line is not None:
-                finding = replace(finding, location=evidence.location(line))
-                break
-        yield finding
-
-
-def batch_means(evidence: RunEvidence) -> Findings:
-    """Find loops over uneven batches that add up a mean of each, and divide by their number."""
-    for loop_line, unevenness in uneven_evaluations(evidence):
-        line = line_that_averages(evidence, loop_line)
-        if line is not None:
-            text = f"means of batches are averaged, and {unevenness}"
-            yield evidence.finding("mean-of-means", line, text)
-            return
-
-
-def line_that_averages(evidence: RunEvidence, recorded: CodeLine | None) -> CodeLine | None:
-    """Return the line that averages the means of batches which a recorded loop adds up."""
-    loop = evidence.location(recorded)
-    file = evidence.source_file(recorded)
-    for means, line in averages_of_batch_means(file) if file else ():
-        if loop.line in means.lines:
-            return CodeLine(loop.file, line)
-    return None
-
-
-def reduced_shares(evidence: RunEvidence) -> Findings:
-    """Find quotients of the ranks' shares that are summed although the shares differ in size."""
-    lines = {
-        Location(file.name, line)
-        for file in evidence.source.files
-        for line in reduced_quotients(file)
-    }
-    calls = [
-        [event for event in log.select(ScriptCollective) if evidence.location(event.at) in lines]
-        for log in evidence.first_ranks
-    ]
-    for pair in align(calls) if evidence.has_several_ranks else ():
-        rows = list(map(count_evaluated_rows, evidence.first_ranks, pair))
-        if all(rows) and rows[0] != rows[1]:
-            yield evidence.finding(
-                "mean-of-means",
-                pair[0].at,
-                f"means of {rows[0]} samples on rank 0 and {rows[1]} on rank 1 are averaged",
-            )
-            return
-
-
-def count_evaluated_rows(log: RankLog, collective: ScriptCollective) -> int:
-    """Return how many rows models evaluated between the last training and a collective."""
-    calls = [call.n for one_pass in log.evaluation_passes for call in one_pass.evaluated_calls]
-    evaluated = set(calls)
-    rows = 0
-    for event in log.select(Forward, Backward, ScriptCollective):
-        if event.n >= collective.n:
-            break
-        if not isinstance(event, Forward):
-            rows = 0
-        elif not event.grad or event.n in evaluated:
-            rows += event.size
-    return rows
-
-
-def uneven_evaluations(evidence: RunEvidence) -> Iterator[tuple[CodeLine, str]]:
-    """Yield the evaluations of any rank whose batches differ in size: the line, and how."""
-    for rank, log in enumerate(evidence.ranks):
-        for one_pass in log.evaluation_passes:
-            sizes = Counter(batch.size for batch in one_pass.batches)
-            if one_pass.line and len(sizes) > 1:
-                text = ", ".join(f"{count} of {size}" for size, count in sizes.most_common(3))
-                yield one_pass.line, f"batches of rank {rank} have different sizes: {text} samples"
+    yield from first_certain(evidence, "mean-of-means.training", shown)
 
 
 def reduced_means(evidence: RunEvidence) -> Findings:
@@ -163,21 +84,10 @@ def local_count(evidence: RunEvidence) -> Findings:
     means = shown_sums_of_means(evidence)
     sums = shown_sums_by_own_count(evidence)
     found = [
-        *sums_by_local_counts(evidence),
         *first_certain(evidence, "local-count.means", means),
         *first_certain(evidence, "local-count", sums),
     ]
     yield from found[:1]
-
-
-def sums_by_local_counts(evidence: RunEvidence) -> Findings:
-    """Find reduced sums that the source divides by the count of one rank."""
-    lines = evidence.locations(ScriptCollective)
-    for file in evidence.source.files:
-        for reduction_line, line, text in local_quotients(file):
-            if Location(file.name, reduction_line) in lines:
-                yield evidence.finding("local-count", CodeLine(file.name, line), text)
-                return
 
 
 @rank_rule("one-rank-metric")
@@ -213,13 +123,8 @@ def evaluations_of_shares(evidence: RunEvidence) -> list[Passes]:
 def line_that_shows_share(evidence: RunEvidence, passes: Passes) -> tuple[CodeLine | None, str]:
     """Return the line that shows the metric of a share as that of all, and how it is shown."""
     prints = list(map(first_print_after, evidence.ranks, passes))
-    line = line_divided_by_all(evidence, passes[0])
-    divided = "and its sum is divided by the length of the whole data set"
     if prints[0] is not None and not any(prints[1:]):
-        shown = f"no collective follows, and it prints{f'; {divided}' if line else ''}"
-        return line_that_shows(evidence, prints[0]), shown
-    if line is not None and prints[0] is not None:
-        return line, divided
+        return line_that_shows(evidence, prints[0]), "no collective follows, and it prints"
     share = shares_shown(evidence.ranks, passes)
     shown = "and each rank prints the value of its share, not saying whose it is"
     return line_that_shows(evidence, share), shown
@@ -228,14 +133,6 @@ def line_that_shows_share(evidence: RunEvidence, passes: Passes) -> tuple[CodeLi
 def describe_share(passes: Passes) -> str:
     counts = [one_pass.sample_count for one_pass in passes]
     return f"rank 0 evaluates {counts[0]} of {sum(counts)} samples"
-
-
-def line_divided_by_all(evidence: RunEvidence, one_pass: LoaderPass) -> CodeLine | None:
-    """Return the line after an evaluation that divides by the length of the whole data set."""
-    loop = one_pass.line
-    file = evidence.source_file(loop)
-    line = line_divided_by_length(file, loop.line) if loop and file else None
-    return CodeLine(loop.file, line) if loop and line else None
 
 
 def are_shares(passes: Passes) -> bool:

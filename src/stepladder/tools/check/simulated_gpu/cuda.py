@@ -26,6 +26,7 @@ from stepladder.tools.check.simulated_gpu.streams import (
     current_device,
     streams,
 )
+from stepladder.tools.probe.events import ProbeEvent
 
 GPU_NAME = "simulated GPU"
 GPU_MEMORY_BYTES = 16 << 30
@@ -181,12 +182,31 @@ class IsAvailable:
 
     def __call__(self) -> bool:
         from stepladder.tools.check.events import GpuQuery
-        from stepladder.tools.check.probe import probe_log
 
-        log = probe_log.active_log
-        if log is not None and log.is_called_by_user():
-            log.write_with_line(GpuQuery(answer=self.answer))
+        record_question(GpuQuery(answer=self.answer))
         return self.answer
+
+
+class DeviceCount:
+    """Stands in for torch.cuda.device_count, and records that the script has asked."""
+
+    def __init__(self, gpus: int) -> None:
+        self.gpus = gpus
+
+    def __call__(self) -> int:
+        from stepladder.tools.check.events import GpuCount
+
+        record_question(GpuCount())
+        return self.gpus
+
+
+def record_question(event: ProbeEvent) -> None:
+    """Record a question of the user's code where a check runs it."""
+    from stepladder.tools.check.probe import probe_log
+
+    log = probe_log.active_log
+    if log is not None and log.is_called_by_user():
+        log.write_with_line(event)
 
 
 def name_cuda_version() -> None:
@@ -236,7 +256,7 @@ def simulated_functions(gpus: int, is_available: bool | None) -> dict[str, Any]:
     functions |= {name: make_function(value) for name, value in CONSTANTS.items()}
     functions |= {
         "is_available": IsAvailable(is_available, name_cuda_version),
-        "device_count": lambda: gpus,
+        "device_count": DeviceCount(gpus),
         "set_device": current_device.set,
         "current_device": current_device.get,
         "get_device_properties": lambda device=None: DeviceProperties(),
