@@ -41,7 +41,7 @@ class CheckFlags:
         timeout: Seconds for one run of SCRIPT.
         patience: Seconds without progress that count as a hang. A rank that sleeps or computes is
             waited for, up to --timeout.
-        notes: Also show notes that many sound scripts get, such as a batch that is fixed per rank.
+        notes: Also show notes that many sound scripts get.
         sarif (FILE): Write the findings to FILE too, for code hosts.
         writes (DIR): Let SCRIPT write this folder for real. Repeatable.
     """

@@ -152,7 +152,7 @@ def test_processes_that_never_meet_are_a_one_process_command(tmp_path: Path) -> 
     assert [
         note
         for note in report["notes"]
-        if "never meet in a process group: it was run alone" in note
+        if "knows no other ranks: it was run as one process" in note
     ]
 
 

@@ -294,7 +294,7 @@ def notes_on_start(run: ScriptRun) -> list[str]:
 
 def may_be_repeated(recording: Recording, launch: RankLaunch) -> bool:
     """Return whether a run that fails is started in another way: with GPUs, or on one node."""
-    depends_on_gpus = launch.gpus_available is None and bool(recording.select(GpuQuery))
+    depends_on_gpus = not launch.gpus_available and bool(recording.select(GpuQuery))
     depends_on_nodes = launch.nodes > 1 and not launch.is_alone and recording.asks_for_local_rank
     return depends_on_gpus or depends_on_nodes or bool(recording.select(Refusal, SpawnsRanks))
 

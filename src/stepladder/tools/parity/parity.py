@@ -15,7 +15,7 @@ from stepladder.tools.check.isolation.sandbox import Sandbox, SandboxFolders
 from stepladder.tools.check.isolation.summary import Isolation, blame_refusal, summarize
 from stepladder.tools.check.rank_processes import RankLaunch
 from stepladder.tools.check.rules.evidence import RunEvidence
-from stepladder.tools.check.script_runs import KNOWS_NO_RANKS, ScriptRun, ScriptRuns
+from stepladder.tools.check.script_runs import ScriptRun, ScriptRuns
 from stepladder.tools.findings.finding import Catalogue, Finding
 from stepladder.tools.parity.causes import find_cause
 from stepladder.tools.parity.compare import FirstDifference, Runs, find_difference
@@ -162,7 +162,7 @@ class Parity:
         launch = replace(launch, nproc=compared.nproc, args=compared.args, nodes=1)
         with temporary_environment(**ValueSettings().to_variables()):
             run = self.runs.run(launch)
-        if KNOWS_NO_RANKS in self.runs.notes:
+        if not (run.outcome.knows_other_ranks or run.outcome.failed):
             raise NotJudged(NotChecked("script", NO_OTHER_RANKS))
         return self.validate(run, compared)
 
