@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from stepladder.tools.check.check import Report, Request, check
 from stepladder.tools.check.events import LibraryRankRead, LocalRankOption, RankRead
 from stepladder.tools.check.probe_settings import PROBE_SETTINGS, ProbeSettings
 from stepladder.tools.check.recording import read_recording
+from stepladder.tools.check.script_runs import KNOWS_NO_RANKS, MAKES_ITS_RANKS
 from stepladder.tools.probe.attach import prepend_startup_folder
 from stepladder.tools.probe.events import ProbeEvent
 
@@ -102,3 +104,126 @@ def test_an_option_for_the_local_rank_is_passed_where_the_variable_is_not_read(
     events, shown = run_probed(tmp_path, script, *args)
     assert shown == printed
     assert any(isinstance(event, LocalRankOption) for event in events) == is_passed
+
+
+TRAINS_APART = """
+import torch
+from package.talk import end, number, start
+
+def main():
+    start()
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(number())
+    for step in range(4):
+        optimizer.zero_grad()
+        model(torch.randn(8, 4, generator=generator)).square().mean().backward()
+        optimizer.step()
+    end()
+"""
+TALK = """
+import torch.distributed as dist
+number = dist.get_rank
+end = dist.destroy_process_group
+def start():
+    dist.init_process_group("gloo")
+"""
+MISLEADING = """
+# RANK, WORLD_SIZE, torch.distributed, init_process_group, the input pipeline, lightning fast
+import torch
+pipeline = "destroy_process_group mp.spawn( accelerate LOCAL_RANK"
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(4):
+    optimizer.zero_grad()
+    model(torch.randn(8, 4)).square().mean().backward()
+    optimizer.step()
+"""
+STARTS_TORCHRUN = """
+import subprocess
+import sys
+import torch
+import torch.distributed as dist
+command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__, "rank"]
+if sys.argv[1:] != ["rank"]:
+    raise SystemExit(subprocess.run([sys.executable, *command]).returncode)
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+generator = torch.Generator().manual_seed(dist.get_rank())
+for step in range(4):
+    optimizer.zero_grad()
+    model(torch.randn(8, 4, generator=generator)).square().mean().backward()
+    optimizer.step()
+dist.destroy_process_group()
+"""
+OVER_ONE_RANK = """
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicas", "shards"))
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 1)
+fully_shard(model, mesh=mesh["shards"])
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+generator = torch.Generator().manual_seed(dist.get_rank())
+for step in range(4):
+    optimizer.zero_grad()
+    model(torch.randn(8, 4, generator=generator)).square().mean().backward()
+    optimizer.step()
+dist.destroy_process_group()
+"""
+
+
+def checked(folder: Path) -> Report:
+    return check(Request(folder / "train.py", root=folder, shows_notes=True))
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_a_package_that_is_imported_by_its_full_name_is_started_as_ranks(folder: Path) -> None:
+    (folder / "package").mkdir()
+    (folder / "package" / "trainer.py").write_text(TRAINS_APART)
+    (folder / "package" / "talk.py").write_text(TALK)
+    (folder / "train.py").write_text("from package.trainer import main\nmain()\n")
+    report = checked(folder)
+    assert [finding.rule for finding in report.findings] == ["not-wrapped"]
+    assert report.run_summary.startswith("2 ranks")
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_a_script_that_only_speaks_of_ranks_is_run_as_one_process(folder: Path) -> None:
+    (folder / "train.py").write_text(MISLEADING)
+    report = checked(folder)
+    assert report.findings == []
+    assert report.notes == [KNOWS_NO_RANKS]
+    assert report.run_summary.startswith("1 rank, 4 steps")
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_a_script_that_starts_torchrun_itself_is_run_alone(folder: Path) -> None:
+    (folder / "train.py").write_text(STARTS_TORCHRUN)
+    report = checked(folder)
+    assert (report.findings, report.not_checked) == ([], None)
+    assert report.notes == [MAKES_ITS_RANKS]
+    assert report.run_summary.startswith("2 ranks, 4 steps")
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_shards_over_one_rank_average_nothing(folder: Path) -> None:
+    (folder / "train.py").write_text(OVER_ONE_RANK)
+    (finding,) = checked(folder).findings
+    assert finding.rule == "not-wrapped"

@@ -42,11 +42,6 @@ class SourceFile:
     def lines(self) -> list[str]:
         return self.text.splitlines()
 
-    @cached_property
-    def code(self) -> str:
-        """The code alone, in one style: no comment, docstring or string that is never used."""
-        return ast.unparse(WithoutUnusedStrings(self.tree).visit(ast.parse(self.text)))
-
     def line(self, number: int) -> str:
         """Return the text of a line; empty where the file does not have it."""
         if 0 < number <= len(self.lines):
@@ -97,52 +92,11 @@ class SourceFile:
         return self.tree
 
 
-class WithoutUnusedStrings(ast.NodeTransformer):
-    """Empties strings that do nothing: statements of their own, and values of names never read.
-
-    Args:
-        tree: The module.
-    """
-
-    def __init__(self, tree: ast.Module) -> None:
-        names = find_nodes(tree, ast.Name)
-        self.read_names = {node.id for node in names if isinstance(node.ctx, ast.Load)}
-
-    def visit_Expr(self, node: ast.Expr) -> ast.stmt:
-        if is_text(node.value):
-            return ast.copy_location(ast.Pass(), node)
-        self.generic_visit(node)
-        return node
-
-    def visit_Assign(self, node: ast.Assign) -> ast.stmt:
-        is_read = any(
-            not isinstance(target, ast.Name) or target.id in self.read_names
-            for target in node.targets
-        )
-        if not is_read and is_text(node.value):
-            return ast.copy_location(ast.Pass(), node)
-        self.generic_visit(node)
-        return node
-
-
-def is_text(node: ast.expr) -> bool:
-    is_string = isinstance(node, ast.Constant) and isinstance(node.value, str)
-    return is_string or isinstance(node, ast.JoinedStr)
-
-
 @dataclass(frozen=True)
 class ScriptSource:
     """The script, and the modules next to it that it imports."""
 
     files: tuple[SourceFile, ...]
-
-    @cached_property
-    def code(self) -> str:
-        return "\n".join(file.code for file in self.files)
-
-    def contains(self, *texts: str) -> bool:
-        """Return whether any of these texts is in the code of any file."""
-        return any(text in self.code for text in texts)
 
     def imports(self, *packages: str) -> bool:
         """Return whether any file imports one of these packages, or a part of it."""
