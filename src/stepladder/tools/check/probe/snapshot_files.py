@@ -25,7 +25,7 @@ MAX_SEARCHED_BYTES = 256
 MAX_SEARCHED_WEIGHTS = 8
 MIN_BYTES_OF_UNKNOWN_FORMAT = 1 << 16  # of a file that may hold weights compressed or rounded
 SETTLED_INTERVAL_S = 0.05
-MAX_WAIT_S = 10.0
+MAX_SETTLING_S = 10.0
 
 FileState = tuple[int, int]  # its size, and when it was changed
 Files = dict[str, FileState]
@@ -69,7 +69,7 @@ class SnapshotFiles:
 
     def _wait_until_settled(self, files: Files) -> Files:
         """Wait for a thread, or another rank, that still writes."""
-        deadline = time.monotonic() + MAX_WAIT_S
+        deadline = time.monotonic() + MAX_SETTLING_S
         while time.monotonic() < deadline:
             time.sleep(SETTLED_INTERVAL_S)
             previous, files = files, self._scan()
