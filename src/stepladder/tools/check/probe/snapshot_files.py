@@ -20,7 +20,8 @@ from stepladder.tools.check.probe.patching import default_on_error
 from stepladder.tools.check.probe.probe_log import current_log
 
 MAX_FILES = 20_000
-MIN_SEARCHED_BYTES = 16
+MIN_SEARCHED_BYTES = 4
+MIN_CERTAIN_BYTES = 16  # no other file holds so many by chance
 MAX_SEARCHED_BYTES = 256
 MAX_SEARCHED_WEIGHTS = 8
 MIN_BYTES_OF_UNKNOWN_FORMAT = 1 << 16  # of a file that may hold weights compressed or rounded
@@ -114,10 +115,12 @@ def holds_weights(path: str, pieces: list[bytes]) -> bool:
     try:
         with open(path, "rb") as file:  # noqa: PTH123
             size = os.fstat(file.fileno()).st_size
-            if size < MIN_SEARCHED_BYTES:
+            if not size:  # cannot be mapped
                 return False
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as contents:
-                if any(contents.find(piece) >= 0 for piece in pieces):
+                found = [piece for piece in pieces if contents.find(piece) >= 0]
+                is_certain = any(len(piece) >= MIN_CERTAIN_BYTES for piece in found)
+                if is_certain or (found and found == pieces):
                     return True
                 is_binary = contents.find(b"\0", 0, MAX_SEARCHED_BYTES) >= 0
                 return is_binary and size >= MIN_BYTES_OF_UNKNOWN_FORMAT
