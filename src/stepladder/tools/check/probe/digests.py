@@ -43,7 +43,9 @@ def is_divided(tensor: Any) -> bool:
 def local(tensor: Any) -> Any:
     """Return what this rank holds of a distributed tensor if that is all of it."""
     is_whole = hasattr(tensor, "to_local") and not is_divided(tensor)
-    return tensor.to_local() if is_whole else tensor
+    if is_whole:
+        return tensor.to_local()
+    return tensor
 
 
 def digest(tensor: Any) -> str:

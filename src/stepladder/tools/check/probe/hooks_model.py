@@ -195,7 +195,9 @@ def kind_of_wrapper(module: Any) -> str:
     """
     classes = (cls.__name__ for cls in type(module).__mro__)
     name = next((name for name in classes if name in WRAPPERS + SHARDING_CLASSES), "")
-    return "" if name in SHARDING_CLASSES and is_of_one_rank(module) else name
+    if name in SHARDING_CLASSES and is_of_one_rank(module):
+        return ""
+    return name
 
 
 @default_on_error(bool)
@@ -223,10 +225,13 @@ def count_layers_with_modes(module: Any) -> Fields:
         for norm in training_norms
         if norm.track_running_stats and not isinstance(norm, nn.SyncBatchNorm)
     ]
-    live = len(training_norms) + len(active_dropouts)
+    # A mean over all batches of a pass, and no moving one: the pass only measures statistics.
+    only_measures = any(norm.momentum is None for norm in training_norms)
+    live = 0
+    if not only_measures:
+        live = len(training_norms) + len(active_dropouts)
     return {
-        # A mean over all batches of a pass, and no moving one: the pass only measures statistics.
-        "live": 0 if any(norm.momentum is None for norm in training_norms) else live,
+        "live": live,
         "moded": len(norms) + len(dropouts),
         "moded_on": len(training_norms) + len(training_dropouts),
         "norms": len(local_norms),

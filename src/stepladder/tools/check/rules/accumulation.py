@@ -66,7 +66,8 @@ class Window:
             self.left = event
         elif isinstance(event, OptimizerStep | BeforeStep):
             self.step = event
-            self.used = event if isinstance(event, BeforeStep) else self.used
+            if isinstance(event, BeforeStep):
+                self.used = event
 
     @property
     def is_of_one_line(self) -> bool:
@@ -98,7 +99,9 @@ class Window:
         pairs = [(a, b) for a, b in zip(self.left.sums, self.used.sums, strict=False) if a]
         factors = [used / left for left, used in pairs]
         is_one = factors and max(factors) - min(factors) <= SAME_FACTOR * abs(max(factors))
-        return factors[0] if is_one else None
+        if is_one:
+            return factors[0]
+        return None
 
     @property
     def synchronized_forwards(self) -> int:
@@ -251,7 +254,9 @@ def common_factor(windows: list[Window]) -> float:
     factors = [window.factor for window in windows]
     known = [factor for factor in factors if factor is not None]
     is_one = known and max(known) - min(known) <= SAME_FACTOR * abs(max(known))
-    return known[0] if is_one else 1.0
+    if is_one:
+        return known[0]
+    return 1.0
 
 
 @rank_rule("uneven-targets")
