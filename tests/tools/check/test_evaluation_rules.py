@@ -141,3 +141,9 @@ def test_a_loss_by_the_number_of_backward_passes_of_a_step_is_right() -> None:
     backwards = [forward(), backward(1, scale=0.5), forward(), backward(2, scale=0.5)]
     accumulated = [event for number in (1, 2) for event in [*backwards, *step(number)]]
     assert rules_of(accumulated, accumulated) == ["accumulation-sync"], "each pass communicates"
+
+
+def test_results_that_a_library_has_trimmed_are_counted_once() -> None:
+    ranks = [[*TRAINED, *PADDED], [*OTHERS, *eval_pass(3, [[1, 3], [0]])]]
+    assert rules_of(*ranks) == ["padded-evaluation"]
+    assert rules_of([*ranks[0], {"k": "trimmed"}], ranks[1]) == []

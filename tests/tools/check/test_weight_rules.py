@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from check_recordings import ALONE, Events, backward, evidence_of, rules_of, step, steps
+from check_recordings import ALONE, Events, backward, evidence_of, forward, rules_of, step, steps
 from stepladder.tools.check.rules.all_rules import apply_rules
 
 
@@ -60,3 +60,32 @@ def test_gradients_that_differ_by_rounding_alone_were_exchanged(
         for digest, value in [("g", 2.0), ("h", other_sum)]
     ]
     assert rules_of(*ranks) == found
+
+
+@pytest.mark.parametrize(("factor", "found"), [(0.5, False), (1.0, True), (0.25, True)])
+def test_gradients_that_the_script_divides_before_the_step_are_of_the_mean(
+    factor: float, found: bool
+) -> None:
+    events: Events = []
+    for number in (1, 2):
+        before, after = step(number)
+        passes = [forward(sync=False), backward(number, scale=1.0)] * 2
+        left = {"k": "gradients", "sums": [2.0, -4.0]}
+        used = {"sums": [2.0 * factor, -4.0 * factor]}
+        events += [*passes, left, before | used, after]
+    assert ("accumulation-mean" in rules_of(events, [])) == found
+
+
+@pytest.mark.parametrize(
+    ("event", "rules"),
+    [
+        ({"library": "horovod.torch", "averages": True}, []),
+        ({"library": "TCPStore", "averages": False}, ["not-wrapped"]),
+    ],
+)
+def test_a_library_that_averages_gradients_is_known_by_its_use(
+    event: dict[str, Any], rules: list[str]
+) -> None:
+    other = [e | {"grads": {"w": "h"}} if e["k"] == "prestep" else e for e in ALONE]
+    used = {"k": "othergroup", **event}
+    assert rules_of([used, *ALONE], [used, *other]) == rules
