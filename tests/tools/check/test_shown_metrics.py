@@ -303,6 +303,17 @@ def test_gradients_after_an_exchange_are_known_by_their_values(name: str) -> Non
     assert rules_of(*(exchanged(local, used) for local in LOCAL)) == rules
 
 
+@pytest.mark.parametrize(("rows", "found"), [((4, 2), True), ((4, 4), False)])
+def test_a_quotient_of_each_rank_that_is_reduced_is_known_by_its_value(
+    rows: tuple[int, int], found: bool
+) -> None:
+    def evaluated(count: int) -> Events:
+        total = statistic(1.5, is_mean=False)
+        return [forward(grad=False, size=count), total, REDUCE | {"value": [1.5 / count]}]
+
+    assert ("mean-of-means" in rules_of(*map(evaluated, rows))) == found
+
+
 def test_a_sum_is_right_where_the_loss_or_the_learning_rate_is_divided() -> None:
     ranks = [exchanged(local, [4.0, 2.0], scale=0.5) for local in LOCAL]
     assert rules_of(*ranks) == []

@@ -6,10 +6,12 @@ from collections import Counter, defaultdict
 
 from stepladder.tools.check.events import (
     Backward,
+    Forward,
     OptimizerStep,
     Print,
     ScheduleStep,
     ScriptCollective,
+    Statistic,
 )
 from stepladder.tools.check.recording import LoaderPass, RankLog
 from stepladder.tools.check.rules.evidence import (
@@ -31,7 +33,7 @@ from stepladder.tools.check.rules.shown_metrics import (
     shown_sums_by_own_count,
     shown_sums_of_means,
 )
-from stepladder.tools.check.rules.shown_numbers import printed_numbers
+from stepladder.tools.check.rules.shown_numbers import ShownNumber, printed_numbers
 from stepladder.tools.probe.events import CodeLine
 
 WITHOUT_RESULT = ("barrier", "reduce", "gather", "gather_object")  # on ranks other than the first
@@ -58,9 +60,9 @@ def means_of_training(evidence: RunEvidence) -> Findings:
 
 def reduced_means(evidence: RunEvidence) -> Findings:
     """Find means over values, whose number differs by rank, that are summed over the ranks."""
-    for pair in align(map(reductions_of_means, evidence.first_ranks)):
-        counts = [event.mean_of for event in pair]
-        if pair[0].at == pair[-1].at and counts[0] != counts[-1]:
+    for pair in align(map(reductions, evidence.first_ranks)):
+        counts = [count_of_mean(log, e) for log, e in zip(evidence.ranks, pair, strict=False)]
+        if pair[0].at == pair[-1].at and all(counts) and counts[0] != counts[-1]:
             yield evidence.finding(
                 "mean-of-means",
                 pair[0].at,
@@ -70,12 +72,34 @@ def reduced_means(evidence: RunEvidence) -> Findings:
             return
 
 
-def reductions_of_means(log: RankLog) -> list[ScriptCollective]:
-    return [
-        event
-        for event in log.select(ScriptCollective)
-        if event.mean_of is not None and event.op in ("all_reduce", "reduce")
-    ]
+def reductions(log: RankLog) -> list[ScriptCollective]:
+    return [event for event in log.select(ScriptCollective) if event.op in ("all_reduce", "reduce")]
+
+
+def count_of_mean(log: RankLog, reduced: ScriptCollective) -> int | None:
+    """Return of how many values a reduced number is the mean; None where it is none.
+
+    A quotient is known by its value: a sum over all rows that were evaluated, by their number.
+    """
+    if reduced.mean_of is not None or len(reduced.value) != 1 or not reduced.value[0] % 1:
+        return reduced.mean_of
+    rows = 0
+    sums: dict[CodeLine | None, float] = defaultdict(float)
+    for event in log.select(Forward, Statistic, Backward, ScriptCollective):
+        if event.n >= reduced.n:
+            break
+        if isinstance(event, Backward | ScriptCollective):
+            rows = 0
+            sums.clear()
+        elif isinstance(event, Forward) and not event.grad:
+            rows += event.size
+        elif isinstance(event, Statistic) and not event.is_mean:
+            sums[event.at] += event.value
+    number = ShownNumber.exact(reduced.value[0])
+    is_quotient = rows > 0 and any(number.is_equal(total / rows) for total in sums.values())
+    if is_quotient:
+        return rows
+    return None
 
 
 @rank_rule("local-count", "local-count.means")

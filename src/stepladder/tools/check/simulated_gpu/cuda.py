@@ -32,7 +32,6 @@ GPU_NAME = "simulated GPU"
 GPU_MEMORY_BYTES = 16 << 30
 COMPUTE_CAPABILITY = (8, 0)
 NCCL_VERSION = (2, 28, 9)
-CUDA_VERSION = "12.8"
 CHOOSES_THE_DEVICE = (
     "accelerate",
     "lightning",
@@ -209,11 +208,6 @@ def record_question(event: ProbeEvent) -> None:
         log.write_with_line(event)
 
 
-def name_cuda_version() -> None:
-    if torch.version.cuda is None:
-        setattr(torch.version, "cuda", CUDA_VERSION)  # noqa: B010
-
-
 @contextmanager
 def empty_context(*args: Any, **kwargs: Any) -> Iterator[None]:
     """Stand in for a context that needs no action."""
@@ -249,13 +243,13 @@ def memory_stats(device: Any = None) -> dict[str, int]:
     return defaultdict(int, dict.fromkeys([*counted, *SINGLE_FIGURES], 0))
 
 
-def simulated_functions(gpus: int, is_available: bool | None) -> dict[str, Any]:
+def simulated_functions(gpus: int, is_available: bool | None, on_gpus: Function) -> dict[str, Any]:
     """Return the functions and classes that replace those of torch.cuda, by name."""
     functions: dict[str, Any] = {name: make_function(None) for name in WITHOUT_EFFECT}
     functions |= {name: make_function(0) for name in RETURN_ZERO}
     functions |= {name: make_function(value) for name, value in CONSTANTS.items()}
     functions |= {
-        "is_available": IsAvailable(is_available, name_cuda_version),
+        "is_available": IsAvailable(is_available, on_gpus),
         "device_count": DeviceCount(gpus),
         "set_device": current_device.set,
         "current_device": current_device.get,

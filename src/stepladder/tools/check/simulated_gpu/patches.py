@@ -101,6 +101,7 @@ FUNCTIONS_OF_ONE_DEVICE = (
     "scatter",
     "gather",
 )
+CUDA_VERSION = "12.8"
 CUDNN_VERSION = 91900
 SAYS_WHAT_THERE_IS = ("is_available", "device_count", "current_accelerator")
 # torch's own code that is to see the simulated accelerator; all other has none.
@@ -115,7 +116,7 @@ def attach() -> None:
     gpus = int(os.environ[SIMULATED_GPUS])
     answer = os.environ.get(SIMULATED_GPUS_AVAILABLE, "1")
     is_available = answer == "1" if answer else None
-    functions = cuda.simulated_functions(gpus, is_available)
+    functions = cuda.simulated_functions(gpus, is_available, name_cuda_version)
     patch_factories()
     patch_tensors()
     patch_devices()
@@ -127,6 +128,11 @@ def attach() -> None:
     sys.meta_path.insert(0, AfterImport(LOADED_LATER))
     if PROBE_SETTINGS not in os.environ:
         devices.counter.print_at_exit()
+
+
+def name_cuda_version() -> None:
+    if torch.version.cuda is None:
+        setattr(torch.version, "cuda", CUDA_VERSION)  # noqa: B010
 
 
 def leave_uncompiled(eval_frame: ModuleType) -> None:
