@@ -20,7 +20,6 @@ from stepladder.data.readers.listing import is_folder, relate, validate_one_set
 from stepladder.data.readers.open_options import OpenOptions
 from stepladder.data.table import select_columns
 
-IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".ppm", ".pgm", ".tif", ".tiff")
 IMAGE_COLUMNS = ("image", "label", "path")
 OPEN_IMAGES = 64  # at once; a URL is asked for its size when it is opened
 

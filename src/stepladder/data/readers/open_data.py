@@ -12,9 +12,15 @@ from typing import Any, Protocol
 from stepladder.core.errors import InputError, as_input_error
 from stepladder.data.readers.batches import Decode
 from stepladder.data.readers.block_cache import CACHE_BYTES, BlockCache
+from stepladder.data.readers.companions import (
+    IMAGE_SUFFIXES,
+    INDEX_SUFFIX,
+    has_suffix,
+    is_companion,
+)
 from stepladder.data.readers.damage import Damage
 from stepladder.data.readers.files import DATA_HINT, DataFile
-from stepladder.data.readers.images import IMAGE_SUFFIXES, open_images
+from stepladder.data.readers.images import open_images
 from stepladder.data.readers.listing import (
     is_folder,
     list_names,
@@ -25,7 +31,6 @@ from stepladder.data.readers.listing import (
 )
 from stepladder.data.readers.mds import MDS_INDEX, open_mds
 from stepladder.data.readers.open_options import OpenOptions, convert_columns
-from stepladder.data.readers.record_index import INDEX_SUFFIX
 from stepladder.data.shards.shard import H5_SUFFIXES
 from stepladder.data.source import Source
 
@@ -66,12 +71,6 @@ FORMAT_NAMES = ", ".join([*FORMATS, MDS, IMAGE_FOLDER])
 FORMAT_HINT = f"open_data(PATH, format=FORMAT), where FORMAT is one of: {FORMAT_NAMES}"
 COMPRESSED = (".gz", ".tgz", ".bz2", ".xz", ".zst", ".lz4", ".zip")
 COMPRESSED_HINT = "a decompressed copy in a folder of its own, such as of gzip -dk or zstd -dk"
-# Of files beside those of a data set that hold no samples of it, as names without a dot.
-COMPANIONS = (
-    *(".md", ".rst", ".txt", ".pdf", ".html", ".bib", ".log"),
-    *(".json", ".yaml", ".yml", ".toml", ".ini", ".cfg", ".py", ".sh", ".ipynb"),
-    *(".crc", ".md5", ".sha1", ".sha256", ".idx", ".index", ".lock", INDEX_SUFFIX),
-)
 
 
 class OpenedSource(Source, Protocol):
@@ -226,7 +225,7 @@ def select_names(listed: list[str], paths: list[str], chosen: str, is_given: boo
         if has_suffix(name, suffixes) or (is_given and chosen != IMAGE_FOLDER):
             if not name.endswith(INDEX_SUFFIX):
                 names.append(name)
-        elif not is_given and (name in paths or not is_companion(name, chosen)):
+        elif not is_given and (name in paths or not is_companion(name, chosen == IMAGE_FOLDER)):
             hint = f"files of one format alone, such as 'data/*{suffixes[0]}'"
             if chosen == IMAGE_FOLDER:
                 hint = 'format="images" reads images alone'
@@ -239,13 +238,6 @@ def select_names(listed: list[str], paths: list[str], chosen: str, is_given: boo
 def get_suffixes(chosen: str) -> tuple[str, ...]:
     """Return what the names of a format's files end in."""
     return IMAGE_SUFFIXES if chosen == IMAGE_FOLDER else FORMATS[chosen].suffixes
-
-
-def is_companion(name: str, chosen: str) -> bool:
-    """Return whether a file may lie beside those of a format, and holds no samples."""
-    if "." not in Path(name).name or has_suffix(name, COMPANIONS):
-        return True
-    return chosen != IMAGE_FOLDER and has_suffix(name, IMAGE_SUFFIXES)
 
 
 def open_files(
@@ -273,8 +265,3 @@ def find_format(names: list[str]) -> str | None:
     }
     best = max(counts, key=lambda name: counts[name])
     return best if counts[best] else None
-
-
-def has_suffix(name: str, suffixes: tuple[str, ...]) -> bool:
-    """Return whether the name of a file has one of the suffixes, in any case of letters."""
-    return name.lower().endswith(suffixes)

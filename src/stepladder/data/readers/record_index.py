@@ -17,13 +17,13 @@ from stepladder.core.errors import as_input_error
 from stepladder.core.folders import get_cache_folder
 from stepladder.core.order import IndexArray
 from stepladder.data.readers.block_cache import SPACE_HINT, lock_places
+from stepladder.data.readers.companions import INDEX_SUFFIX
 from stepladder.data.readers.files import DataFile, LocalFile, shorten
 
 INDEX_HEADER = struct.Struct(
     "<16sQ8s"
 )  # what it is, the size of the data file, a checksum of its ends
 INDEX_MAGIC = b"stepladder-idx-2"
-INDEX_SUFFIX = ".stepladder-index"
 ENDS_BYTES = 4096  # of the first and last bytes of the data file, by which an index belongs to it
 
 FindOffsets = Callable[[DataFile], Iterator[IndexArray]]

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from stepladder.core.errors import InputError, as_input_error
+from stepladder.data.readers.companions import is_companion
 from stepladder.data.readers.listing import list_paths
-from stepladder.data.readers.open_data import is_companion
 from stepladder.data.shards.shard import (
     H5_ERRORS,
     H5_SUFFIXES,
@@ -53,7 +53,7 @@ def inspect_files(
 def validate_only_shards(folder: Path, files: list[Path]) -> None:
     """Raise InputError if another file, also of a folder below, may hold samples."""
     for name in list_paths(str(folder)):
-        if Path(name) not in files and not is_companion(name, "hdf5"):
+        if Path(name) not in files and not is_companion(name):
             raise InputError(
                 f"{name} is no file of the shards in {folder}",
                 f"only {' or '.join(H5_SUFFIXES)} files of one data set in a folder",

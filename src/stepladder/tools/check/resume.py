@@ -100,7 +100,7 @@ class ResumedRun:
         return [samples for log in self.before for samples in trained_batches(log)]
 
     @property
-    def place(self) -> str:
+    def numbered(self) -> str:
         """Which resume it is, for the messages."""
         return "" if len(self.before) == 1 else f", at resume {len(self.before)}"
 
@@ -260,14 +260,14 @@ def name_other_batch(
         text = (
             f"the snapshot was written {when}, where epoch {expected} begins; the resumed run goes"
             f" on with the batches of epoch {epoch}: epoch {min(epoch, expected)} is {effect}"
-            f"{run.place}"
+            f"{run.numbered}"
         )
         return run.evidence.finding("resume-epoch", run.save_line, text)
     count = abs(other - index)
     effect = f"{count} of the batches are " + ("trained again" if other < index else "left out")
     text = (
         f"{when} the resumed run reads the samples of batch {other + 1}, and the unbroken run those"
-        f" of batch {index + 1}: {effect}{run.place}"
+        f" of batch {index + 1}: {effect}{run.numbered}"
     )
     return run.evidence.finding("resume-samples", run.resumed.training_passes[0].line, text)
 
@@ -303,7 +303,7 @@ def compare_lengths(run: ResumedRun, following: int, resumed: int) -> Finding | 
         "resume-epoch",
         run.save_line,
         f"after {format_count(run.steps_before, 'step')} the unbroken run trains {following} more "
-        f"batches, and the resumed run {resumed}: {count} of the batches are {effect}{run.place}",
+        f"batches, and the resumed run {resumed}: {count} of them are {effect}{run.numbered}",
     )
 
 
@@ -326,15 +326,16 @@ def find_repeated_samples(run: ResumedRun) -> Finding | None:
         "resume-samples",
         resumed.line,
         f"the snapshot was written after {steps} steps of an epoch; {len(repeated)} of the "
-        f"{len(trained)} samples of these steps are trained again{run.place}",
+        f"{len(trained)} samples of these steps are trained again{run.numbered}",
     )
 
 
 def set_of(batches: list[Batch]) -> set[Any]:
     """Return the samples of batches, as indices or as hashes of rows."""
     has_indices = all(batch.indices is not None for batch in batches)
-    samples = [(batch.indices or []) if has_indices else batch.rows for batch in batches]
-    return {each for of_batch in samples for each in of_batch}
+    if has_indices:
+        return {index for batch in batches for index in batch.indices or []}
+    return {row for batch in batches for row in batch.rows}
 
 
 def compare_inputs(run: ResumedRun) -> Finding | None:
@@ -372,7 +373,7 @@ def compare_learning_rates(run: ResumedRun) -> Finding | None:
             f"at step {step} the learning rate is {rates[0]:.6g} after the resume, and "
             f"{expected[0]:.6g} in the unbroken run{describe_lag(all_rates, rates, step)}"
         )
-        return run.evidence.finding("resume-lr", run.load_line, f"{text}{run.place}")
+        return run.evidence.finding("resume-lr", run.load_line, f"{text}{run.numbered}")
     return None
 
 
@@ -412,7 +413,7 @@ def compare_weights(run: ResumedRun) -> Finding | None:
             "resume-differs",
             run.load_line,
             f"before step {first_step} already {name} differs from the unbroken run: the weights "
-            f"themselves are not restored{run.place}",
+            f"themselves are not restored{run.numbered}",
         )
     unbroken = run.unbroken.select(OptimizerStep)[run.steps_before :]
     resumed = run.resumed.select(OptimizerStep)
@@ -423,7 +424,7 @@ def compare_weights(run: ResumedRun) -> Finding | None:
                 "resume-differs",
                 run.load_line,
                 f"after step {step} {name} differs from the unbroken run; before step {first_step} "
-                f"all weights are equal{run.place}",
+                f"all weights are equal{run.numbered}",
             )
     return None
 
@@ -446,7 +447,7 @@ def compare_contents(run: ResumedRun) -> Finding | None:
             return run.evidence.finding(
                 "resume-differs",
                 run.load_line,
-                f"{name} in {file} after step {step} is {values}{run.place}",
+                f"{name} in {file} after step {step} is {values}{run.numbered}",
             )
     return None
 

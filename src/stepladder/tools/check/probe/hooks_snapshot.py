@@ -130,9 +130,10 @@ def contents_of(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
     elif isinstance(value, bool | int | float | str):
         yield name, str(value)
     elif isinstance(value, dict | list | tuple):
-        items = value.items() if isinstance(value, dict) else enumerate(value)
-        for key, item in items:
-            yield from contents_of(item, f"{name}.{key}" if name else str(key))
+        if not isinstance(value, dict):
+            value = dict(enumerate(value))
+        for key, item in value.items():
+            yield from contents_of(item, f"{name}.{key}".removeprefix("."))
 
 
 def part_of_training(name: str, item: Any) -> str:
