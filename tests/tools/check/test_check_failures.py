@@ -84,14 +84,14 @@ OF_THE_CHECK = {
 
 @pytest.mark.parametrize("output", OF_THE_SCRIPT.values(), ids=OF_THE_SCRIPT)
 def test_a_fault_of_the_script_is_said_to_be_its_own(output: str) -> None:
-    assert classify_failure(output, FOLDERS, simulates=True).cause == "script"
+    assert classify_failure(output, FOLDERS).cause == "script"
 
 
 @pytest.mark.parametrize("output", OF_THE_CHECK.values(), ids=OF_THE_CHECK)
 @pytest.mark.parametrize("prefix", ["", "[rank1]: "])
 def test_a_fault_of_the_probe_or_of_simulated_cuda_accuses_nobody(output: str, prefix: str) -> None:
     output = "".join(prefix + line for line in output.splitlines(keepends=True))
-    reason = classify_failure(output, FOLDERS, simulates=True)
+    reason = classify_failure(output, FOLDERS)
     assert reason.cause == "check"
     assert reason.line.startswith("this check cannot run it: ")
     assert "Error: " in reason.line
@@ -99,7 +99,7 @@ def test_a_fault_of_the_probe_or_of_simulated_cuda_accuses_nobody(output: str, p
 
 def test_what_is_not_simulated_is_named_without_our_modules() -> None:
     error = "stepladder.tools.check.simulated_gpu.refusal.NotSimulated: torch.cuda.graph is not simulated"
-    reason = classify_failure(traceback(SCRIPT, SIMULATED, error=error), FOLDERS, simulates=True)
+    reason = classify_failure(traceback(SCRIPT, SIMULATED, error=error), FOLDERS)
     assert (
         reason.line == "this check cannot run it: NotSimulated: torch.cuda.graph is not simulated"
     )
@@ -107,28 +107,19 @@ def test_what_is_not_simulated_is_named_without_our_modules() -> None:
 
 def test_an_assertion_without_a_message_is_shown_as_it_is_written() -> None:
     output = traceback(ASSERTION.format("weight.is_cuda"), error="AssertionError")
-    reason = classify_failure(output, FOLDERS, simulates=True)
+    reason = classify_failure(output, FOLDERS)
     assert reason.line == "this check cannot run it: AssertionError: assert weight.is_cuda"
-    assert classify_failure(output, FOLDERS, simulates=False).cause == "script"
-
-
-def test_without_simulation_a_missing_gpu_is_the_scripts_fault() -> None:
-    output = traceback(SCRIPT, CUDA, error="AssertionError: Torch not compiled with CUDA enabled")
-    assert classify_failure(output, FOLDERS, simulates=False).cause == "script"
-    assert classify_failure(output, FOLDERS, simulates=True).cause == "check"
 
 
 def test_the_users_frames_are_shown_without_the_probes_and_in_the_users_folder() -> None:
-    shown = classify_failure(
-        traceback(SCRIPT, WRAPPED, PASSING, TORCH), FOLDERS, simulates=True
-    ).output
+    shown = classify_failure(traceback(SCRIPT, WRAPPED, PASSING, TORCH), FOLDERS).output
     assert shown == traceback(SCRIPT, TORCH).replace("/t/copy", "/home/u/work").rstrip()
 
 
 def test_what_a_rank_has_printed_is_shown_without_what_differs_each_time() -> None:
     log = "[rank1]:[W1126 08:51:02.12345 ProcessGroupGloo.cpp:1] Warning: it is late"
     frames = "frame #0: c10::Error::Error(std::string) + 0x98 (0x7f12 in libc10.so)\n"
-    shown = classify_failure(f"{log}\n{frames}{traceback(SCRIPT)}", FOLDERS, simulates=True).output
+    shown = classify_failure(f"{log}\n{frames}{traceback(SCRIPT)}", FOLDERS).output
     assert "[W ProcessGroupGloo.cpp:1] Warning: it is late\nepoch 0\n" in shown
     assert "frame #0" not in shown
 
@@ -177,12 +168,12 @@ NOT_OF_THE_SCRIPT = {
 def test_what_the_machine_lacks_is_not_said_to_be_the_scripts_failure(
     error: str, line: str
 ) -> None:
-    assert line in classify_failure(traceback(SCRIPT, error=error), FOLDERS, simulates=True).line
+    assert line in classify_failure(traceback(SCRIPT, error=error), FOLDERS).line
 
 
 def test_an_operator_that_only_cuda_divides_is_not_simulated() -> None:
     error = (
         "NotImplementedError: Operator aten.x.default does not have a sharding strategy registered."
     )
-    reason = classify_failure(traceback(SCRIPT, TORCH, error=error), FOLDERS, simulates=True)
+    reason = classify_failure(traceback(SCRIPT, TORCH, error=error), FOLDERS)
     assert reason.cause == "check"
