@@ -96,15 +96,18 @@ def in_a_thousand_lines(count: int, gauges: Gauges) -> float:
     return 1000 * count / gauges.lines
 
 
+@pytest.mark.slow
 def test_a_statement_has_few_tokens() -> None:
     assert source().tokens_per_statement() <= TOKENS_A_STATEMENT
 
 
+@pytest.mark.slow
 def test_a_function_has_few_statements() -> None:
     assert source().statements_per_function() <= STATEMENTS_A_FUNCTION
     assert source().statements_of_a_long_function() <= STATEMENTS_OF_A_LONG_FUNCTION
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("folder", PERCENT_OF_DIALECT)
 def test_names_say_what_a_thing_is(folder: str) -> None:
     gauges = total(folder)
@@ -113,11 +116,13 @@ def test_names_say_what_a_thing_is(folder: str) -> None:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("folder", PERCENT_OF_DIALECT)
 def test_files_classes_and_functions_have_the_field_s_terms(folder: str) -> None:
     assert total(folder).places["retired name"] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("folder", PERCENT_OF_DIALECT)
 def test_a_statement_assigns_one_value(folder: str) -> None:
     gauges = total(folder)
@@ -125,6 +130,7 @@ def test_a_statement_assigns_one_value(folder: str) -> None:
     assert in_a_thousand_lines(len(tuples), gauges) <= TUPLE_ASSIGNMENTS, tuples
 
 
+@pytest.mark.slow
 def test_a_statement_has_one_idea() -> None:
     gauges = source()
     assert in_a_thousand_lines(gauges.conditional_expressions, gauges) <= CONDITIONAL_EXPRESSIONS
@@ -132,6 +138,7 @@ def test_a_statement_has_one_idea() -> None:
     assert gauges.places["tuple assignment to attributes"] == []
 
 
+@pytest.mark.slow
 def test_docstrings_are_sentences() -> None:
     gauges = source()
     fragments = gauges.places["fragment"]
@@ -139,16 +146,19 @@ def test_docstrings_are_sentences() -> None:
     assert gauges.places["home-made parameter list"] == []
 
 
+@pytest.mark.slow
 def test_a_constant_has_one_value() -> None:
     several = {name: values for name, values in source().constants.items() if len(values) > 1}
     assert several == {}
 
 
+@pytest.mark.slow
 def test_attributes_are_born_in_the_constructor() -> None:
     late = source().places["late attribute"]
     assert len(late) <= LATE_ATTRIBUTES, late
 
 
+@pytest.mark.slow
 def test_attributes_are_set_by_their_own_object() -> None:
     set_from_outside = source().places["attribute of another object"]
     assert len(set_from_outside) <= ATTRIBUTES_OF_OTHERS, set_from_outside
@@ -173,6 +183,7 @@ class Judge:
 '''
 
 
+@pytest.mark.slow
 def test_the_gauges_see_what_they_count() -> None:
     """So that the tests above cannot pass because nothing is counted."""
     gauges = measure(Path("hard.py"), HARD_TO_READ)
@@ -194,6 +205,7 @@ def test_the_gauges_see_what_they_count() -> None:
     assert gauges.function_sizes == [3]
 
 
+@pytest.mark.slow
 def test_an_f_string_is_one_token() -> None:
     """On each version of Python: the limits must not depend on its tokenizer."""
     assert measure(Path("f.py"), 'x = f"{a + b:{width}} and {c!r}"\n').tokens == 3

@@ -46,6 +46,7 @@ print_tables([Table("rank", "seconds", header_style="bold red")], 80)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variables", [{}, {"NO_COLOR": "1"}])
 def test_colours_can_be_turned_off(variables: dict[str, str]) -> None:
     env = os.environ | {"FORCE_COLOR": "1", "TERM": "xterm-256color"} | variables

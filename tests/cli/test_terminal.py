@@ -41,6 +41,7 @@ def change(file: Path, edit: Callable[[dict[str, Any]], object]) -> None:
     file.write_text(json.dumps(content))
 
 
+@pytest.mark.slow
 def test_a_bundle_s_texts_are_only_shown(tmp_path: Path) -> None:
     assert run("doctor", "--save", "bundle.json", cwd=tmp_path).returncode in (0, 1)
     file = tmp_path / "bundle.json"

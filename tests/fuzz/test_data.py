@@ -199,6 +199,7 @@ def commands(name: str) -> st.SearchStrategy[tuple[str, ...]]:
     )
 
 
+@pytest.mark.slow
 def test_data_of_any_kind_is_read_or_refused(fuzz: Fuzz) -> None:
     here = fuzz.sandbox.cwd
     prepare(here)

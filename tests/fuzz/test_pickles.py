@@ -116,6 +116,7 @@ def write(folder: Path, place: str, planted: bytes) -> None:
     (folder / dcp.METADATA).write_bytes(data)
 
 
+@pytest.mark.slow
 def test_a_pickle_is_read_as_a_description_or_refused(fuzz: Fuzz) -> None:
     (fuzz.sandbox.cwd / "job.py").write_text(JOB)
     (fuzz.sandbox.cwd / "theirs").mkdir()

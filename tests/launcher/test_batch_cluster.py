@@ -41,6 +41,7 @@ def submit(env: dict[str, str], folder: Path, *arguments: object) -> str:
     return str(json.loads(done.stdout)["job_id"])
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_a_job_is_submitted_and_its_output_followed_to_its_end(
     local: dict[str, str], tmp_path: Path

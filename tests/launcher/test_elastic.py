@@ -43,6 +43,7 @@ def ends_well(tmp_path: Path, unbroken: str) -> dict[str, Any]:
 # -- one node --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_fail_at_kills_once_and_the_run_recovers(tmp_path: Path, unbroken: str) -> None:
     flags = "--nproc", 3, "--fail-at", "1:7", "--fail-at", "0:13"
     done = run("train", GATES, *EXACT, *flags, cwd=tmp_path)
@@ -366,6 +367,7 @@ def test_a_second_launch_is_refused_and_the_first_one_is_not_disturbed(
     assert not (tmp_path / "runs/gates.old-1").exists()
 
 
+@pytest.mark.slow
 def test_fewer_nodes_than_needed_is_said(tmp_path: Path) -> None:
     done = run(
         "train",

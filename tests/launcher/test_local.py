@@ -121,6 +121,7 @@ def test_a_killed_rank_is_restarted_and_the_run_ends_as_unbroken(
     assert not left_in(temporary)
 
 
+@pytest.mark.slow
 def test_nobody_gets_the_directory_between_the_end_of_rank_0_and_its_next_start(
     tmp_path: Path, unbroken: dict[str, Any]
 ) -> None:
@@ -143,6 +144,7 @@ def test_nobody_gets_the_directory_between_the_end_of_rank_0_and_its_next_start(
     ends_as_unbroken(tmp_path, unbroken)
 
 
+@pytest.mark.slow
 def test_fresh_stays_fresh_where_a_rank_is_lost_before_it_has_begun(
     tmp_path: Path, unbroken: dict[str, Any]
 ) -> None:
@@ -172,6 +174,7 @@ def test_where_the_process_is_killed_that_ranks_are_forked_from_there_is_a_new_o
         assert process.wait(SECONDS) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nproc", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_closed_terminal_stops_a_run_with_a_snapshot(
     tmp_path: Path, unbroken: dict[str, Any], nproc: int

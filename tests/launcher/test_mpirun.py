@@ -31,6 +31,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_train_under_mpirun_has_the_bits_of_nproc_2(tmp_path: Path) -> None:
     done = run("train", TROUBLE, "--json", cwd=tmp_path, command=(*MPIRUN, "2", *COMMAND))
     assert done.returncode == 0, done.stderr

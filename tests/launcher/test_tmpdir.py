@@ -50,6 +50,7 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> str:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("nproc", "plant"),
     [

@@ -51,6 +51,7 @@ def warm_python(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check, "HANG_TIMEOUT_S", None)
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.usefixtures("warm_python")
 @run_exercises

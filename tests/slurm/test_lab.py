@@ -279,6 +279,7 @@ def nobody() -> tuple[str, ...]:
     pytest.skip("an ordinary user may not read this checkout, nor be given the right")
 
 
+@pytest.mark.slow
 def test_a_plain_lab_needs_no_root(nobody: tuple[str, ...]) -> None:
     with lab_up(
         "--plain", "--nodes", 2, "--gpus", 2, command=(*nobody, *COMMAND), user="nobody"

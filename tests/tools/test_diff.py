@@ -248,6 +248,7 @@ def test_a_run_that_is_not_what_its_job_file_gives_is_found(copied: tuple[Path, 
     assert verdict["trained_again"]
 
 
+@pytest.mark.slow
 def test_weights_that_differ_in_a_snapshot_alone_are_found(copied: tuple[Path, Path]) -> None:
     """After the last step no loss shows the difference. The snapshot itself is undamaged."""
     path = copied[1] / "snapshots" / "step_00000008"

@@ -201,6 +201,7 @@ def test_full_holds_its_share_of_everything_and_two_blocks(tmp_path: Path) -> No
     assert max(peaks) < 1.1 * (16 * sum(weights) / ranks + two_blocks)
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.parametrize("sync", [pytest.param("ddp", marks=pytest.mark.slow), "exact"])
 def test_full_is_computed_near_what_is_measured(

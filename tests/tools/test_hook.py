@@ -59,6 +59,7 @@ def in_its_folder(tmp_path: Path, *args: object) -> subprocess.CompletedProcess[
     )
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.parametrize("method", ["forkserver", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_each_rank_s_steps_are_seen(method: str, tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ pytestmark = pytest.mark.ranks
 SHORT = ("--nproc", "1,2", "--rounds", 1, "--steps", 8, "--warmup", 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "part",
     [

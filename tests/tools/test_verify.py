@@ -206,6 +206,7 @@ def test_a_buffer_that_changes_late_is_named_with_its_step(job: Path) -> None:
     ) and proof.sizes == [2]
 
 
+@pytest.mark.slow
 def test_state_outside_the_snapshot_is_found_by_the_resume(job: Path) -> None:
     difference = proved(job, "state", [1]).difference
     assert (
@@ -242,6 +243,7 @@ def test_weights_that_training_makes_equal_are_no_difference(job: Path) -> None:
     assert proved(job, "rank seed", [1, 2]).difference is None
 
 
+@pytest.mark.slow
 def test_a_run_directory_is_verified_with_its_settings(job: Path) -> None:
     run_dir = job.parent / "noisy"
     flags = ("--microbatch", 4, "--lr", 0.07, "--plant", "noise", "--nproc", 2)
@@ -259,6 +261,7 @@ def test_a_run_directory_is_verified_with_its_settings(job: Path) -> None:
     assert {path.name for path in job.parent.iterdir()} - {"__pycache__"} == {"planted.py", "noisy"}
 
 
+@pytest.mark.slow
 def test_a_run_directory_s_job_file_is_run_only_if_its_user_has_trained_it(tmp_path: Path) -> None:
     """Whoever hands over the directory may have chosen the file, also one beside it."""
     job = tmp_path / "theirs" / "job.py"

@@ -148,6 +148,7 @@ def test_a_batch_per_rank_prints_its_effective_values_and_resumes_only_on_the_sa
 # -- recipes ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_recipe_mlp_falls_to_the_noise_floor(tmp_path: Path) -> None:
     result = train("mlp", "--nproc", 2, cwd=tmp_path)
     assert 0.009 < result["metrics"]["test_mse"] < 0.02  # the noise is 0.1 squared

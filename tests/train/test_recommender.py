@@ -109,6 +109,7 @@ def test_cold_users_and_items_fall_back_to_the_rest_of_the_sum(stars: Path) -> N
 # -- training --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "model",
     [
@@ -179,6 +180,7 @@ def trained(stars: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "runs/movielens"
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_recommend_shows_titles_of_what_is_not_rated(trained: Path) -> None:
     command = ("recipe", "recommend", trained, "--user", 37, "--top", 5)

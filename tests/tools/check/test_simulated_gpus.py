@@ -47,6 +47,7 @@ def on_one_gpu(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return run_examples("gpu_idioms.py", tmp_path_factory.mktemp("examples"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", names_of_examples("gpu_idioms.py"))
 def test_an_idiom_of_one_gpu(name: str, on_one_gpu: dict[str, Any]) -> None:
     assert on_one_gpu[name] == ""

@@ -246,6 +246,7 @@ def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
         yield path
 
 
+@pytest.mark.slow
 def test_a_bundle_with_odd_texts_and_numbers_is_judged_or_refused(
     facts: Facts, tmp_path: Path
 ) -> None:
