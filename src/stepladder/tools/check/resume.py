@@ -49,6 +49,7 @@ NO_COMPARISON = (
     "--resume: two runs of the script differ from the first step on, so weights cannot be "
     "compared: seed it"
 )
+WEIGHTS_DIFFER = "resume-differs"
 MAX_COMPARED_STEPS = 12
 Samples = tuple[int, ...] | tuple[str, ...]  # of a batch, by index, else by the hash of the row
 Contents = dict[tuple[int, str, str], str]  # by step, file and key
@@ -131,8 +132,12 @@ def compare_resumed_run(
         resumed = read_recording(outcome.folder, original, copy)
         if outcome.failed:
             return ResumeReport([failed_resume(evidence, resumed, outcome)])
+        earlier = report.findings
         report = compare(evidence, before, resumed)
-        if report.findings or report.not_checked:
+        report = replace(report, findings=[*earlier, *report.findings])
+        # After other samples or rates, all that follows is another run.
+        goes_on_alike = all(finding.rule == WEIGHTS_DIFFER for finding in report.findings)
+        if report.not_checked or not goes_on_alike:
             break
     return report
 
@@ -339,8 +344,8 @@ def set_of(batches: list[Batch]) -> set[Any]:
 
 
 def compare_inputs(run: ResumedRun) -> Finding | None:
-    """Find inputs that begin anew, where the unbroken run goes on: windows, or a stream."""
-    if len(run.before) > 1:
+    """Find inputs of no loader that begin anew, where the unbroken run goes on with others."""
+    if len(run.before) > 1 or trained_batches(run.resumed):
         return None
     done = [call.rows for call in recorded_training_calls(run.before[0])]
     expected = [call.rows for call in recorded_training_calls(run.unbroken)][len(done) :]
