@@ -299,6 +299,27 @@ class Noisy(torch.optim.SGD):
                 param.add_(noise)
 
 
+class CountedRate:
+    """A rate with a state of its own, which LambdaLR saves."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, step: int) -> float:
+        self.calls += 1
+        return 0.9**self.calls
+
+
+def test_an_object_that_a_schedule_calls_and_saves_is_called_by_the_schedule_alone(
+    tmp_path: Path,
+) -> None:
+    rate = CountedRate()
+    lines = fit(tmp_path, make_job(0.1, lambda it: lr_scheduler.LambdaLR(it, rate)))
+    assert rate.calls == 11  # as it is made, and after each of ten steps
+    rates = [line["lr"] for line in lines if "lr" in line]
+    assert rates == pytest.approx([0.1 * 0.9**calls for calls in range(1, 11)])
+
+
 def test_an_optimizer_draws_the_same_numbers_after_other_passes(tmp_path: Path) -> None:
     weights = []
     for name, draws in (("a", 0), ("b", 1)):

@@ -25,10 +25,12 @@ class BatchReader:
         self.source: BatchSource = spec.train_source
         self.threads = spec.threads
         self.num_workers = 0
+        self.dataset: Any = None
         if isinstance(spec.train_source, DatasetSource) and spec.train_source.num_workers:
             # One batch is not worth worker processes.
             source = copy.copy(spec.train_source)
             self.num_workers = source.num_workers
+            self.dataset = source.dataset
             source.num_workers = 0
             self.source = source
             self.threads = 1  # as many as a worker has
@@ -41,7 +43,7 @@ class BatchReader:
         try:
             with (
                 self.comm.phases(READING),
-                as_last_worker(self.num_workers, None),  # the first one has read it in training
+                as_last_worker(self.num_workers, self.dataset),  # the first one has read it before
                 closing(self.source.batches([request])) as batches,
             ):
                 return next(batches)[1]

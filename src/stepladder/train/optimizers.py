@@ -116,6 +116,11 @@ def list_optimizers(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optim
     return optimizer.optimizers if isinstance(optimizer, Optimizers) else (optimizer,)
 
 
+def is_from_torch(part: Any) -> bool:
+    """Tell whether an optimizer or a schedule is of one of torch's own classes."""
+    return type(part).__module__.startswith("torch.optim.")
+
+
 def read_rates(optimizer: torch.optim.Optimizer) -> list[Rate]:
     """Return the learning rate of each group, as it is now: a schedule writes into a tensor."""
     rates = [group["lr"] for group in optimizer.param_groups]

@@ -38,6 +38,7 @@ from stepladder.train.group_setup import pick_device
 from stepladder.train.job import Job, Recipe
 from stepladder.train.metrics.loggers import Logger
 from stepladder.train.opening import open_session
+from stepladder.train.optimizers import is_from_torch, list_optimizers
 from stepladder.train.phases import (
     BACKWARD_PASS,
     BETWEEN_STEPS,
@@ -170,6 +171,9 @@ class TrainingLoop:
         self.share = RankShare(self.spec, self.comm.world, self.layout)
         self.base_key = derive_seed(self.plan.seed, "pass")
         self.update_key = derive_seed(self.plan.seed, "update")
+        # Those of torch draw no random numbers.
+        parts = (*list_optimizers(self.job.optimizer), *self.job.schedules)
+        self.draws_in_update = not all(map(is_from_torch, parts))
         self.generators = PassGenerators(self.comm.device)
         self.autocast = make_autocast(self.settings.precision, self.comm.device)
         self.scales_loss = self.state.scaler.is_enabled()
@@ -262,7 +266,8 @@ class TrainingLoop:
             # After the recompute check, which tells a fault of the machine.
             self._validate_unchanged()
             with self.phase(UPDATING):
-                self.generators.begin_update(derive_pass_seed(self.update_key, step, 0))
+                if self.draws_in_update:
+                    self.generators.begin_update(derive_pass_seed(self.update_key, step, 0))
                 learning_rate, norm = self.weight_update.apply()
             self.recorder.record_step(
                 self._loss_over_ranks(result), result.total_count, learning_rate, norm

@@ -9,13 +9,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from functools import cache
+from types import FunctionType
 from typing import Any
 
 import torch
 
 from stepladder.core.errors import InputError
 from stepladder.train.job import Job
-from stepladder.train.optimizers import list_optimizers
+from stepladder.train.optimizers import is_from_torch, list_optimizers
 from stepladder.train.step_listener import LoopListener
 
 COMPARED_TYPES = (int, float, complex, str, bytes, type(None))
@@ -28,29 +29,21 @@ class UnsavedState(LoopListener):
         self.objects = [
             each for each in list_optimizers(job.optimizer) if not saves_its_state(each)
         ]
-        parts = [
-            part
+        # Not of a callable object, whose state a schedule saves.
+        self.functions = [
+            (function, part.last_epoch)
             for schedule in job.schedules
             for part in (schedule, *getattr(schedule, "_schedulers", ()))
-        ]
-        self.functions = [
-            function
-            for part in parts
             for function in getattr(part, "lr_lambdas", ())
-            if getattr(function, "__closure__", None)
+            if isinstance(function, FunctionType)
         ]
-        self.rates = [
-            (function, part.last_epoch)
-            for part in parts
-            if isinstance(part, torch.optim.lr_scheduler.LambdaLR)
-            for function in part.lr_lambdas
-        ]
+        self.calls_functions = True  # until the first step is done
         self.values = self._read_values()
 
     @property
     def can_exist(self) -> bool:
         """Whether an object is there whose state could be left out."""
-        return bool(self.objects or self.functions or self.rates)
+        return bool(self.objects or self.functions)
 
     def _read_values(self) -> dict[str, Any]:
         values = {
@@ -59,15 +52,16 @@ class UnsavedState(LoopListener):
             for name, value in vars(each).items()
             if name not in find_torch_attributes()
         }
-        for function in self.functions:
-            variables = inspect.getclosurevars(function).nonlocals
-            values |= {
-                f"variable {name} of {function.__qualname__}": value
-                for name, value in variables.items()
-            }
-        for function, epoch in self.rates:  # which differ between ranks if it reads the time
-            name = f"result of {function.__qualname__} for the same argument"
-            values[name] = float(function(epoch))
+        for function, epoch in self.functions:
+            if function.__closure__:
+                variables = inspect.getclosurevars(function).nonlocals
+                values |= {
+                    f"variable {name} of {function.__qualname__}": value
+                    for name, value in variables.items()
+                }
+            if self.calls_functions:  # one that reads the time has another result
+                name = f"result of {function.__qualname__} for the same argument"
+                values[name] = float(function(epoch))
         return {name: tuple(outline(value)) for name, value in values.items()}
 
     def after_gather(self) -> None:
@@ -82,8 +76,11 @@ class UnsavedState(LoopListener):
                 raise InputError(
                     f"a step changes the {name}, which no snapshot would have",
                     "keep it in self.state[param] or self.param_groups of the optimizer, or in an"
-                    " attribute of the schedule",
+                    " attribute of the schedule; a rate is a function of the step alone",
                 )
+        if self.calls_functions:
+            self.calls_functions = False
+            self.functions = [each for each in self.functions if each[0].__closure__]
 
 
 @cache
@@ -99,8 +96,7 @@ def find_torch_attributes() -> set[str]:
 def saves_its_state(optimizer: torch.optim.Optimizer) -> bool:
     """Tell whether an optimizer is torch's, or has a state_dict of its own."""
     kind = type(optimizer)
-    is_from_torch = kind.__module__.startswith("torch.optim.")
-    return is_from_torch or kind.state_dict is not torch.optim.Optimizer.state_dict
+    return is_from_torch(optimizer) or kind.state_dict is not torch.optim.Optimizer.state_dict
 
 
 def outline(value: Any) -> Iterator[Any]:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from stepladder.core.errors import InputError, get_reason
-from stepladder.train.optimizers import Rate, is_plateau, list_optimizers, read_rates
+from stepladder.train.optimizers import Rate, is_from_torch, is_plateau, list_optimizers, read_rates
 from stepladder.train.run_spec import RunSpec
 from stepladder.train.state import TrainState
 from stepladder.train.sync.base import Sync
@@ -127,10 +127,10 @@ class WeightUpdate:
         try:
             return self.layout.step(self.state.scaler)
         except REFUSALS as error:
-            kinds = {type(each) for each in list_optimizers(self.optimizer)}
-            if not all(kind.__module__.startswith("torch.optim.") for kind in kinds):
+            members = list_optimizers(self.optimizer)
+            if not all(map(is_from_torch, members)):
                 raise
-            names = ", ".join(sorted(kind.__name__ for kind in kinds))
+            names = ", ".join(sorted({type(each).__name__ for each in members}))
             raise InputError(
                 f"a step of {names} fails: {get_reason(error)}", f"build {names} with other options"
             ) from error

@@ -20,7 +20,7 @@ from stepladder.train.comm import Comm
 from stepladder.train.job import Job
 from stepladder.train.layout.base import StateLayout
 from stepladder.train.layout.pieces import ALIGNMENT, substitute_params
-from stepladder.train.optimizers import ELEMENTWISE_OPTIMIZERS
+from stepladder.train.optimizers import ELEMENTWISE_OPTIMIZERS, is_from_torch
 from stepladder.train.sync.ddp import FIRST_BUCKET_BYTES
 
 State = dict[str, Any]  # an optimizer's state of one parameter, by name
@@ -183,8 +183,11 @@ class Flat(StateLayout):
 def is_flattenable(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
     """Return whether steps of vectors help and give the bits of steps of each parameter."""
     kind = type(optimizer)
-    is_from_torch = kind.__module__.startswith("torch.optim.")
-    if not is_from_torch or kind.__name__ not in ELEMENTWISE_OPTIMIZERS or device.type != "cpu":
+    if (
+        not is_from_torch(optimizer)
+        or kind.__name__ not in ELEMENTWISE_OPTIMIZERS
+        or device.type != "cpu"
+    ):
         return False
     # A fused step rounds the end of a vector differently.
     for option in ("fused", "capturable", "differentiable"):

@@ -80,9 +80,12 @@ class SnapshotFiles:
 
     def _scan(self) -> Files:
         files: Files = {}
-        for root in (current_log().settings.copy, *sorted(self.folders)):
+        copy = current_log().settings.copy
+        for root in (copy, *sorted(self.folders)):
             for folder, names, entries in os.walk(root):
-                names[:] = [name for name in names if not name.startswith((".", "__pycache__"))]
+                # Another folder, such as /tmp, may hold anything.
+                is_looked_through = folder.startswith(copy)
+                names[:] = [name for name in names if is_looked_through and is_visible(name)]
                 for name in entries:
                     path = os.path.join(folder, name)  # noqa: PTH118
                     with suppress(OSError):
@@ -94,6 +97,10 @@ class SnapshotFiles:
 
 
 snapshot_files = SnapshotFiles()
+
+
+def is_visible(name: str) -> bool:
+    return not name.startswith((".", "__pycache__"))
 
 
 def pieces_of(parameters: Iterable[Any]) -> Iterator[bytes]:
