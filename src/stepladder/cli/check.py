@@ -73,8 +73,8 @@ def command(script: Path, args: Words = (), **values: Any) -> int:
     Each finding has its evidence, its line and what to type. SCRIPT runs on CPU ranks, even if it
     is for CUDA and NCCL, in a copy of the working folder; no file outside the copy changes. Exit
     code 1 on an error or a warning; else 3 if SCRIPT failed by itself, if this check cannot run it,
-    or if it did not train; else 0. A comment suppresses a finding: # stepladder: ignore[rule]
-    reason
+    if it did not train, or if --resume saw no resume; else 0. A comment suppresses a finding:
+    # stepladder: ignore[rule] reason
     """
     flags = CheckFlags(**values)
     validate_script(script, args)
@@ -97,13 +97,21 @@ def validate_script(script: Path, args: tuple[str, ...]) -> None:
 
 
 def make_request(script: Path, args: tuple[str, ...], flags: CheckFlags) -> Request:
+    """Return what the flags ask for.
+
+    Raises:
+        InputError: --static, which runs nothing, is asked to compare a resumed run.
+    """
+    resumes = flags.resume or bool(flags.resume_args)
+    if flags.static and resumes:
+        raise InputError("--resume with --static, which runs nothing", "stepladder check --resume")
     return Request(
         script,
         args,
         flags.nproc,
         flags.steps or 0,
         flags.epochs or 0,
-        resume=flags.resume or bool(flags.resume_args),
+        resume=resumes,
         static=flags.static,
         timeout=flags.timeout,
         patience=flags.patience,

@@ -18,7 +18,7 @@ from textwrap import indent
 import pytest
 
 from pages import REPOSITORY, expect_documented
-from processes import run, started, wait_until
+from processes import refused, run, started, wait_until
 from stepladder.tools.check.check import Request
 from stepladder.tools.check.check import check as run_check
 from stepladder.tools.check.rules.evidence import CHECK_TEXTS
@@ -138,6 +138,12 @@ def test_a_script_that_fails_by_itself_shows_its_own_traceback(tmp_path: Path) -
     code, report = check(script, tmp_path)
     assert (code, report["findings"]) == (3, [])
     assert "RuntimeError: no data here" in report["failed"]
+
+
+def test_a_static_check_compares_no_resumed_run(tmp_path: Path) -> None:
+    shutil.copy(SCRIPTS / "clean.py", tmp_path)
+    done = run("check", "--static", "--resume", "clean.py", cwd=tmp_path)
+    refused(done, "--resume with --static, which runs nothing")
 
 
 def test_a_static_check_runs_nothing(tmp_path: Path) -> None:
