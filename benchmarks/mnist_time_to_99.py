@@ -128,7 +128,7 @@ def read(data_dir: Path, device: str = "cpu") -> tuple[Pair, Pair]:
     """The training and the test set on the device: images normalised as in the example, labels as
     int64.
     """
-    from stepladder.data.formats.idx import read_mnist
+    from stepladder.data.idx import read_mnist
 
     def prepared(images, labels) -> Pair:
         pixels = torch.as_tensor(images).reshape(-1, 1, 28, 28).float() / 255

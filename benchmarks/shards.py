@@ -85,12 +85,12 @@ def rank_work(folders: dict[str, str], folder: str, rounds: int) -> int:
 
 
 def training(data_dir: Path, work: Path, rounds: int) -> tuple[str, str]:
-    from stepladder.data.formats.inputs import open_tables
+    from stepladder.data.shards.inputs import open_tables
     from stepladder.data.shards.writer import write_table
     from stepladder.launcher.local.local_group import LocalGroup
     from stepladder.launcher.local.supervisor import run_local
 
-    for part, rows in open_tables(data_dir).items():
+    for part, rows in open_tables(str(data_dir)).items():
         write_table(rows, work / "mnist" / part)
     folders = {"memory": str(data_dir), "shards": str(work / "mnist")}
     code = run_local(LocalGroup(partial(rank_work, folders, str(work), rounds), threads=1), 2)

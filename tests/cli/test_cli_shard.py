@@ -81,7 +81,7 @@ def test_columns_and_types(run: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "args, message",
     [
-        (("nowhere", "--out", "s"), "error: there is no nowhere. HINT: stepladder data shard"),
+        (("nowhere", "--out", "s"), "error: there is no nowhere. HINT: a file, a folder"),
         (("r.csv",), "Missing option '--out'"),
         (
             ("r.csv", "--out", "s", "--chunk-rows", 0),

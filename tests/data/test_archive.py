@@ -6,7 +6,7 @@ import zipfile
 import pytest
 
 from stepladder.core.errors import InputError
-from stepladder.data.formats.archive import unpack
+from stepladder.data.fetch.archive import unpack
 
 
 def make_zip(path, members, mode=0):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from stepladder.core.errors import InputError
-from stepladder.data.formats.idx import MNIST_FILES, read_idx, read_mnist
+from stepladder.data.idx import MNIST_FILES, read_idx, read_mnist
 
 PIXELS = np.arange(24, dtype=np.uint8).reshape(4, 2, 3)
 DIGITS = np.array([0, 9, 3, 3], dtype=np.uint8)

@@ -1,10 +1,13 @@
-"""What shards are made from: CSV, Parquet, NPZ, IDX, HDF5; and inputs that are broken."""
+"""What shards are made from: what `open_data` reads, NPZ, IDX, HDF5; and inputs that are broken."""
 
 from __future__ import annotations
 
 import gzip
+import io
 import struct
+import tarfile
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +16,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from data_files import make_rows, to_npy, write_arrow, write_jsonl, write_mds, write_tar
 from stepladder import InputError, Shards
-from stepladder.data.formats.inputs import open_tables
+from stepladder.data.local_files import Feedback
+from stepladder.data.shards.inputs import open_tables
 from stepladder.data.shards.reader import ShardReader
 from stepladder.data.shards.writer import write_table
 
@@ -31,7 +36,7 @@ def sharded(
 ) -> dict[str, Any]:
     """The input's rows, after a way through shards."""
     out = shards_of(path, columns)
-    write_table(open_tables(path, columns, dtypes)[""], out, chunk_rows=100)
+    write_table(open_tables(str(path), columns, dtypes)[""], out, chunk_rows=100)
     shards = Shards(out)
     with ShardReader(shards) as reader:
         return reader.read(np.arange(len(shards)))
@@ -77,29 +82,23 @@ def test_csv_columns_types_quotes_and_tabs(tmp_path: Path) -> None:
 
 LONG = "a,b\n" + "1,2\n" * 5000
 BAD_CSV = {
-    "columns": (LONG + "1,2,3\n", "line 5002: 3 columns, the header has 2"),
-    "short line": ("a,b\n1,2\n1\n3,4\n", "line 3: 1 columns, the header has 2"),
-    "blank line": ("a,b\n1,2\n\n", "line 3: 0 columns"),
-    "type": (
-        LONG + "1,2.5\n",
-        "line 5002: column b is '2.5', not int64. HINT: correct the line, or --dtype b=float32",
-    ),
-    "too large": (
-        "a,b\n1,2\n1,-1e39\n",
-        "column b is '-1e39', too large for float32. HINT: correct the line, or --dtype b=float64",
-    ),
-    "infinite": ("a,b\n1,2\n1,1e400\n", "column b is '1e400', too large for float32"),
-    "text": ("a,b\n1,2\n1,two\n", "line 3: column b is not a number: 'two'"),
-    "empty value": ("a,b\n1,2\n1,\n", "line 3: column b is not a number: ''"),
+    "columns": (LONG + "1,2,3\n", "record 5000: it has 3 values, the header 2"),
+    "short line": ("a,b\n1,2\n1\n3,4\n", "record 1: it has 1 values, the header 2"),
+    "type": (LONG + "1,2.5\n", "record 5000: b: '2.5' is no whole number (rows 4,096 to 5,000"),
+    "too large": ("a,b\n1,2\n1,-1e39\n", "record 1: b: '-1e39' is too large for float32"),
+    "infinite": ("a,b\n1,2\n1,1e400\n", "record 1: b: '1e400' is too large for float32"),
+    "text": ("a,b\n1,2\n1,two\n", "record 1: b: 'two' is no number"),
+    "empty value": ("a,b\n1,2\n1,\n", "record 1: b: '' is no number"),
     "large": (
         LONG + "1,99999999999999999999\n",
-        "line 5002: column b is '99999999999999999999', not int64",
+        "record 5000: b: '99999999999999999999' is too large for int64",
     ),
-    "quote": ('a,b\n1,2\n"1,2\n', "line 3: unexpected end of data"),
-    "no header": ("1,2\n3,4\n", "line 1 is not a header: 1,2"),
-    "twice": ("a,a\n1,2\n", "line 1 is not a header: a,a"),
-    "empty": ("", "r.csv is empty"),
-    "no rows": ("a,b\n", "r.csv has no rows"),
+    "quote": ('a,b\n1,2\n"1,2\n', "record 1: unexpected end of data"),
+    "no header": ("1,2\n3,4\n", "its first line has '1', a value and no name of a column"),
+    "twice": ("a,a\n1,2\n", "2 columns of its first line are called 'a'"),
+    "empty": ("", "r.csv: its first line has no names"),
+    "no rows": ("a,b\n", "r.csv has no samples"),
+    "line breaks of old": ("a,b\r1,2\r", "new-line character seen in unquoted field"),
 }
 
 
@@ -111,7 +110,7 @@ def test_broken_csv(tmp_path: Path, text: str, message: str) -> None:
 def test_csv_that_is_not_text(tmp_path: Path) -> None:
     path = tmp_path / "r.csv"
     path.write_bytes(b"a,b\n1,2\n\xff\xfe,3\n")
-    refused(path, "r.csv, line", "can't decode byte 0xff")
+    refused(path, "r.csv: record 1: ", "can't decode byte 0xff")
 
 
 def test_csv_unknown_columns_and_types(tmp_path: Path) -> None:
@@ -124,10 +123,10 @@ def test_csv_unknown_columns_and_types(tmp_path: Path) -> None:
 
 def test_a_changed_input_is_not_gone_on_with(tmp_path: Path) -> None:
     path = csv(tmp_path / "r.csv", LONG + "1,2,3\n")
-    for last, message in ("1,2,3\n", "line 5002"), ("1,2\n", "another source"):
+    for last, message in ("1,2,3\n", "record 5000"), ("1,2\n", "another source"):
         with pytest.raises(InputError, match=message):
             write_table(
-                open_tables(csv(path, LONG + last))[""], tmp_path / "out", rows_per_shard=1000
+                open_tables(str(csv(path, LONG + last)))[""], tmp_path / "out", rows_per_shard=1000
             )
 
 
@@ -220,7 +219,7 @@ def test_the_four_mnist_files(tmp_path: Path) -> None:
         data = gzip.compress(idx_bytes(IMAGES[:stop]), 1)
         (tmp_path / f"{part}-images-idx3-ubyte.gz").write_bytes(data)
         (tmp_path / f"{part}-labels-idx1-ubyte").write_bytes(idx_bytes(labels[:stop]))
-    for part, table in open_tables(tmp_path).items():
+    for part, table in open_tables(str(tmp_path)).items():
         write_table(table, tmp_path / "out" / part)
     for part, stop in (("train", ROWS), ("test", 50)):
         with ShardReader(Shards(tmp_path / "out" / part)) as reader:
@@ -246,24 +245,126 @@ def test_bad_idx(tmp_path: Path) -> None:
     with pytest.raises(
         InputError, match="train-images-idx3-ubyte has 9 rows, train-labels-idx1-ubyte has 8 rows"
     ):
-        open_tables(tmp_path)
+        open_tables(str(tmp_path))
 
 
 def test_shards_are_cut_anew(tmp_path: Path) -> None:
     np.savez(tmp_path / "d.npz", images=IMAGES, labels=np.arange(ROWS))
     sharded(tmp_path / "d.npz")
-    write_table(open_tables(tmp_path / "out", ("labels",))[""], tmp_path / "new", chunk_rows=1000)
+    write_table(
+        open_tables(str(tmp_path / "out"), ("labels",))[""], tmp_path / "new", chunk_rows=1000
+    )
     resharded = Shards(tmp_path / "new")
     assert (list(resharded.columns), resharded.shards[0].chunk_rows) == (["labels"], 1000)
     with ShardReader(resharded) as reader:
         assert reader.read(np.arange(ROWS))["labels"].tolist() == list(range(ROWS))
 
 
+# -- all else that open_data reads -----------------------------------------------------------------
+
+
+class Stopped(Exception):
+    """Raised in place of a kill after the first shard."""
+
+
+def stop_after_first_shard(line: str) -> None:
+    if line.startswith("shard-00000"):
+        raise Stopped
+
+
+@pytest.mark.parametrize(
+    ("write", "columns"),
+    [
+        (write_arrow, ("id", "x", "y")),
+        (write_jsonl, ("id", "x", "y")),
+        (write_mds, ("id", "x", "y")),
+        (write_tar, ("id.cls", "x.npy", "y.cls")),
+    ],
+    ids=["arrow", "jsonl", "mds", "tar"],
+)
+def test_what_open_data_reads_and_a_resume(
+    write: Callable[[Path], None],
+    columns: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = tmp_path / "in"
+    folder.mkdir()
+    write(folder)
+    with pytest.raises(
+        InputError, match=r"column (text|text\.txt|__key__) is str(ing)?, not numbers"
+    ):
+        open_tables(str(folder))
+    sizes = {"chunk_rows": 7, "rows_per_shard": 50}
+    out = tmp_path / "out"
+    with pytest.raises(Stopped):
+        feedback = Feedback(on_message=stop_after_first_shard)
+        write_table(open_tables(str(folder), columns)[""], out, **sizes, feedback=feedback)
+    with pytest.raises(InputError, match="not finished"):
+        Shards(out)
+    said: list[str] = []
+    feedback = Feedback(on_message=said.append)
+    write_table(open_tables(str(folder), columns)[""], out, **sizes, feedback=feedback)
+    assert said[0].endswith("going on after 56 rows in 1 shards")
+    shards = Shards(out)
+    with ShardReader(shards) as reader:
+        rows = dict(
+            zip(("id", "x", "y"), reader.read(np.arange(len(shards))).values(), strict=True)
+        )
+    expected = make_rows()
+    assert rows["id"].tolist() == [row["id"] for row in expected]
+    assert rows["y"].tolist() == [row["y"] for row in expected]
+    np.testing.assert_array_equal(rows["x"], [row["x"] for row in expected])
+    at_once = write_table(open_tables(str(folder), columns)[""], tmp_path / "whole", **sizes)
+    assert at_once.read_bytes() == (out / "index.json").read_bytes()
+
+
+BAD_JSON_LINES = {
+    "type": ('{"n": 1}\n' * 5000 + '{"n": "one"}\n', "record 5000: n has another type"),
+    "null": ('{"n": 1}\n{"n": null}\n', "column n has an empty value"),
+    "columns": ('{"n": 1}\n{"m": 1}\n', "record 1 has no n"),
+    "a torn line": ('{"n": 1}\n{"n"', "record 1: "),
+    "texts": ('{"n": "one"}\n', "column n is str, not numbers"),
+}
+
+
+@pytest.mark.parametrize("text, message", BAD_JSON_LINES.values(), ids=BAD_JSON_LINES)
+def test_broken_json_lines(tmp_path: Path, text: str, message: str) -> None:
+    refused(csv(tmp_path / "r.jsonl", text), "r.jsonl", message)
+
+
+def test_lists_of_json_lines(tmp_path: Path) -> None:
+    lists = [[1] * (number % 3) for number in range(5000)]
+    path = csv(tmp_path / "r.jsonl", "".join(f'{{"n": {value}}}\n' for value in lists))
+    rows = sharded(path)["n"]
+    assert np.diff(rows.offsets).tolist() == [len(value) for value in lists]
+
+
+def test_samples_of_another_shape_are_refused(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "r.tar", "w") as archive:
+        for number in range(5000):
+            data = to_npy(np.zeros(2 + number // 4500, np.float32))
+            member = tarfile.TarInfo(f"{number}.npy")
+            member.size = len(data)
+            archive.addfile(member, io.BytesIO(data))
+    hint = "--columns NAME,NAME"
+    refused(tmp_path / "r.tar", "column npy ", hint, columns=("npy",))
+
+
+def test_a_pattern_of_files(tmp_path: Path) -> None:
+    for number in range(3):
+        csv(tmp_path / f"{number}.csv", f"a\n{number}\n")
+    write_table(open_tables(f"{tmp_path}/[12].csv")[""], tmp_path / "out")
+    with ShardReader(Shards(tmp_path / "out")) as reader:
+        assert reader.read(np.arange(2))["a"].tolist() == [1, 2]
+
+
 def test_unknown_kinds(tmp_path: Path) -> None:
     refused(
         csv(tmp_path / "r.txt", "a,b\n1,2\n"),
         "is of no kind that can be sharded",
-        "CSV (.csv, .tsv)",
+        "parquet, arrow, webdataset",
     )
     (tmp_path / "empty").mkdir()
     refused(tmp_path / "empty", "is of no kind")

@@ -65,8 +65,8 @@ def objects(folder: Path) -> None:
 
 # What makes the file, its name, flags of `data shard`, and what the line must hold.
 ODD: dict[str, tuple[Callable[[Path], Any], str, tuple[str, ...], str]] = {
-    "lines of nothing": (text("x.csv", "\n\n"), "x.csv", (), "x.csv is empty"),
-    "a header alone": (text("x.csv", "a,b\n"), "x.csv", (), "x.csv has no rows"),
+    "lines of nothing": (text("x.csv", "\n\n"), "x.csv", (), "x.csv: its first line has no names"),
+    "a header alone": (text("x.csv", "a,b\n"), "x.csv", (), "x.csv has no samples"),
     "a column that looks like a path": (text("x.csv", "a/b,a\n1,2\n"), "x.csv", (), "column 'a/b'"),
     "a column that is a folder": (text("x.csv", ".\n1\n"), "x.csv", (), "column '.'"),
     "a column of 300 characters": (text("x.csv", "x" * 300 + "\n1\n"), "x.csv", (), "column 'xxx"),
@@ -74,13 +74,13 @@ ODD: dict[str, tuple[Callable[[Path], Any], str, tuple[str, ...], str]] = {
         text("x.csv", "a\n300\n"),
         "x.csv",
         ("--dtype", "a=uint8"),
-        "line 2: column a is",
+        "record 0: a: '300' is too large for uint8",
     ),
     "too large for a float": (
         text("x.csv", "a\n1e39\n"),
         "x.csv",
         (),
-        "'1e39', too large for float32. HINT",
+        "'1e39' is too large for float32 (rows 0 to 0",
     ),
     "a type that is a list": (
         text("x.csv", "a\n1\n"),
@@ -110,13 +110,13 @@ ODD: dict[str, tuple[Callable[[Path], Any], str, tuple[str, ...], str]] = {
         text("x.csv", "a\n1_0\n"),
         "x.csv",
         (),
-        "column a is not a number: '1_0'",
+        "a: '1_0' is no number",
     ),
     "other digits": (
         text("x.csv", "a\n٣\n"),
         "x.csv",
         ("--dtype", "a=int8"),
-        "column a is not a number",
+        "a: '٣' is no whole number",
     ),
     "a choice of none": (
         text("x.csv", "a\n1\n"),
@@ -188,7 +188,7 @@ def test_what_cannot_be_sharded_is_one_line_and_leaves_nothing(case: str, tmp_pa
 def test_a_folder_that_was_there_stays_as_it_was(tmp_path: Path) -> None:
     (tmp_path / "o").mkdir()
     (tmp_path / "x.csv").write_text("a\n")
-    refused(run("data", "shard", "x.csv", "--out", "o", cwd=tmp_path), "no rows")
+    refused(run("data", "shard", "x.csv", "--out", "o", cwd=tmp_path), "no samples")
     assert not list((tmp_path / "o").iterdir())
 
 

@@ -21,7 +21,7 @@ from contracts import check_resume
 from processes import JOBS, SECONDS, audited, refused, run, train, wait_until
 from ranks import run_ranks
 from stepladder import Comm, InputError, Plan, Settings, Shards, Trainer, write_shards
-from stepladder.data.formats.inputs import open_tables
+from stepladder.data.shards.inputs import open_tables
 from stepladder.data.shards.writer import write_table
 from stepladder.data.sources import StreamSource, open_source
 from stepladder.train.job_file import load_job_file
@@ -198,7 +198,7 @@ def resumed_with(comm: Comm, first: Path, second: Path, run_dir: Path) -> str:
 
 @pytest.mark.ranks
 def test_a_resumed_run_must_have_the_same_shards(folder: Path, tmp_path: Path) -> None:
-    write_table(open_tables(folder)[""], tmp_path / "other", chunk_rows=10)
+    write_table(open_tables(str(folder))[""], tmp_path / "other", chunk_rows=10)
     (message,) = run_ranks(resumed_with, 1, folder, tmp_path / "other", tmp_path / "run")
     assert "chunks" in message and "3 shards" in message and "1 shards" in message
 

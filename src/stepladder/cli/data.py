@@ -150,7 +150,7 @@ def index(path: PathName, *, beside: bool = False, as_json: AsJson = False) -> N
 
 @command.command()
 def shard(
-    source: Path,
+    source: PathName,
     *,
     out: Path,
     chunk_rows: Count | None = None,
@@ -162,12 +162,13 @@ def shard(
 ) -> None:
     """Write INPUT as chunked HDF5 shards with an index and checksums, for streaming.
 
-    INPUT is a CSV (.csv, .tsv), Parquet, .npz or HDF5 file, an IDX file, or a folder of the four
-    MNIST files, which becomes train and test. After a stop, a kill or a full disk, the same command
-    continues where it was.
+    INPUT is a file, folder, pattern or URL that open_data opens, such as CSV, JSON Lines, Parquet,
+    MDS or tar files; or an .npz, HDF5 or IDX file, or a folder of the four MNIST files, which
+    becomes train and test. Its columns are numbers, arrays or lists of numbers. After a stop, a
+    kill or a full disk, the same command continues where it was.
 
     Args:
-        source (INPUT): File or folder to read.
+        source (INPUT): Data to read.
         out: The folder of the shards.
         chunk_rows: Rows that are read at once.  [default: about 0.4 MB]
         rows_per_shard: Rows of one file.  [default: about 64 MB]
@@ -176,7 +177,7 @@ def shard(
         compress: Compress the chunks with gzip: they are smaller, and slower to read.
     """
     from stepladder.data.describe import describe_shards
-    from stepladder.data.formats.inputs import open_tables
+    from stepladder.data.shards.inputs import open_tables
     from stepladder.data.shards.writer import write_table
 
     types = parse_dtypes(dtypes)

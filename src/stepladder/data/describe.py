@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 
 from stepladder.core.errors import InputError
-from stepladder.data.formats import idx
+from stepladder.data import idx
 from stepladder.data.local_files import compute_sha256, validate_readable
 from stepladder.data.movielens.ratings import find_file, read_ratings
 from stepladder.data.readers.listing import list_names
-from stepladder.data.readers.open_data import MDS, TOKENS, OpenedSource, find_format, open_data
-from stepladder.data.shards.dataset import Shards, is_shards
+from stepladder.data.readers.open_data import TOKENS, OpenedSource, find_format, open_data
+from stepladder.data.shards.dataset import Shards
+from stepladder.data.shards.inputs import holds_shards
 from stepladder.data.shards.reader import ShardReader
 from stepladder.data.shards.shard import recommend_chunk_rows, shards_error
 
@@ -148,11 +149,6 @@ def find_shard_folders(path: Path) -> dict[str, Path]:
         for child in sorted(path.iterdir())
         if child.is_dir() and holds_shards(child)
     }
-
-
-def holds_shards(path: Path) -> bool:
-    """Return whether a path is a sharded data set; MDS has an index.json of the same name."""
-    return is_shards(path) and find_format(list_names(str(path))) != MDS
 
 
 def describe_shards(path: Path, check: bool = False) -> dict[str, Any]:

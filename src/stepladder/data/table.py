@@ -61,7 +61,7 @@ class Ragged(NamedTuple):
     offsets: Any
 
 
-@dataclass
+@dataclass(frozen=True)
 class Table:
     """An input that is read from its start.
 
@@ -69,9 +69,7 @@ class Table:
         name: Its name in messages.
         columns: The columns that are read.
         identity: Two inputs with the same identity have the same rows.
-        read: Yields all rows, in blocks of any size, and updates `bytes_read`.
-        total_bytes: The size of the input, as far as known.
-        bytes_read: The bytes that have been read.
+        read: Yields all rows of the table, in blocks of any size.
         rows: The number of rows, where it is known in advance, else 0.
     """
 
@@ -79,8 +77,6 @@ class Table:
     columns: dict[str, Column]
     identity: dict[str, Any]
     read: Callable[[Table], Iterator[Block]]
-    total_bytes: int = 0
-    bytes_read: int = 0
     rows: int = 0
 
     def blocks(self, skip: int) -> Iterator[Block]:

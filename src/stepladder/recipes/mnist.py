@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from stepladder import Job, Shards
 from stepladder.core.numbers import validate_range
-from stepladder.data.formats.idx import read_mnist
+from stepladder.data.idx import read_mnist
 from stepladder.recipes._schedules import count_steps, one_cycle
 
 PIXEL_MEAN = 0.1307  # of the training images, whose values are in 0..1

@@ -14,10 +14,10 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from stepladder.core.errors import InputError, as_input_error
+from stepladder.data.fetch.archive import ARCHIVE_ERRORS, unpack
 from stepladder.data.fetch.catalog import DataSet, RemoteFile
 from stepladder.data.fetch.local_source import Opener, open_source
 from stepladder.data.fetch.partial_file import BrokenTransfer, PartialFile, SourceError
-from stepladder.data.formats.archive import ARCHIVE_ERRORS, unpack
 from stepladder.data.local_files import FULL_DISK_HINT, Feedback, compute_sha256, output_folder
 
 DOWNLOAD_TIMEOUT_S = 30.0  # without a byte from the server

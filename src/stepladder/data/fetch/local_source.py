@@ -9,8 +9,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from stepladder.core.errors import InputError
+from stepladder.data.fetch.archive import is_archive, open_archive
 from stepladder.data.fetch.catalog import DataSet, RemoteFile
-from stepladder.data.formats.archive import is_archive, open_archive
 from stepladder.data.local_files import validate_readable
 
 Opener = Callable[[], Any]  # returns a stream of bytes

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepladder.core.errors import InputError, as_input_error
-from stepladder.data.formats.idx import open_decompressed
+from stepladder.data.idx import open_decompressed
 from stepladder.data.local_files import find_gzip_or_plain
 from stepladder.data.movielens.ratings import (
     MAX_TEXT_BYTES,

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from stepladder.core.errors import InputError, as_input_error
 from stepladder.core.numbers import MAX_INTEGER
-from stepladder.data.formats.archive import ARCHIVE_ERRORS
+from stepladder.data.fetch.archive import ARCHIVE_ERRORS
 from stepladder.data.local_files import validate_readable
 
 Ints = NDArray[np.int64]

@@ -13,11 +13,11 @@ import torch
 from stepladder.core.errors import InputError, as_input_error, get_reason
 from stepladder.core.order import IndexArray
 from stepladder.core.typed_file import parse_json
-from stepladder.data.formats.arrays import read_npy_header
 from stepladder.data.readers.batches import collate_decoded
 from stepladder.data.readers.damage import DAMAGE_HINT, Damage
 from stepladder.data.readers.file_rows import FileRows
 from stepladder.data.readers.files import DataFile, FileView, read_pieces
+from stepladder.data.readers.npy import read_npy_header
 from stepladder.data.readers.open_options import OpenOptions
 from stepladder.data.table import select_columns
 

@@ -9,12 +9,11 @@ from typing import Any
 import pyarrow as pa
 
 from stepladder.core.errors import InputError, get_reason
-from stepladder.data.formats.parquet import PARQUET_DAMAGE
 from stepladder.data.readers.arrow_stream import ARROW_FILE_MAGIC, list_remote_parts, read_schema
 from stepladder.data.readers.damage import DAMAGE_HINT
 from stepladder.data.readers.files import DataFile, LocalFile
 from stepladder.data.readers.open_options import OpenOptions
-from stepladder.data.readers.tables import TablePart, TableSource
+from stepladder.data.readers.tables import PARQUET_DAMAGE, TablePart, TableSource
 
 OPEN_ARROW_FILES = 32  # at once
 

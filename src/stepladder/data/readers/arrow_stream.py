@@ -17,11 +17,10 @@ import pyarrow as pa
 
 from stepladder.core.errors import InputError, as_input_error
 from stepladder.core.order import IndexArray
-from stepladder.data.formats.parquet import PARQUET_DAMAGE
 from stepladder.data.readers.damage import DAMAGE_HINT
 from stepladder.data.readers.files import DataFile
 from stepladder.data.readers.record_index import load_index
-from stepladder.data.readers.tables import TablePart
+from stepladder.data.readers.tables import PARQUET_DAMAGE, TablePart
 
 ARROW_FILE_MAGIC = b"ARROW1"
 FILE_PREFIX_BYTES = 8  # the magic, and two bytes that fill it up

@@ -22,6 +22,8 @@ PLAIN_NUMBER = re.compile(
     r"\s*[-+]?(?:(?:(?:0|[1-9][0-9]*)(?:\.[0-9]*)?|\.[0-9]+)(?:e[-+]?[0-9]+)?|nan|inf|infinity)\s*",
     re.IGNORECASE,
 )
+INT64 = np.dtype(np.int64)
+FLOAT32 = np.dtype(np.float32)
 NUMBER_KINDS = "bif"  # NumPy's letters for the types of bool, int and float
 
 decode_fast: DecodeJson = json.loads
@@ -66,13 +68,15 @@ def validate_unique(pairs: list[tuple[str, Any]]) -> None:
         raise LookupError(f"two values have the same name, of {', '.join(names)}")
 
 
-def round_to_float32(numbers: list[Any]) -> np.ndarray:
-    """Return numbers as float32. Raises OverflowError if one of them would become infinite."""
+def round_numbers(numbers: list[Any], dtype: np.dtype[Any]) -> np.ndarray:
+    """Return numbers as an array. Raises OverflowError if one of them does not fit its type."""
+    if dtype.kind != "f":
+        return np.asarray(numbers, dtype)
     with np.errstate(over="raise"):
         try:
-            return np.asarray(numbers, np.float64).astype(np.float32)
+            return np.asarray(numbers, np.float64).astype(dtype)
         except FloatingPointError as error:
-            raise OverflowError("too large for float32") from error
+            raise OverflowError(f"too large for {dtype}") from error
 
 
 def parse_carefully(data: bytes) -> Any:
@@ -83,31 +87,46 @@ def parse_carefully(data: bytes) -> Any:
         raise ValueError("its lists are nested too deeply") from error
 
 
-def parse_numbers(texts: list[str], kind: Callable[[str], Any]) -> list[Any]:
+def parse_numbers(texts: list[str], dtype: np.dtype[Any]) -> np.ndarray:
     """Return the number that each text stands for.
 
     Args:
         texts: The texts.
-        kind: int for whole numbers only, float for any.
-
-    Returns:
-        The numbers; for float, those without a fraction may be int.
+        dtype: The type of the numbers: of whole numbers only, or of any.
 
     Raises:
+        OverflowError: A number does not fit the type.
         ValueError: A text is no such number, or would be another text when it is written again as
             one, such as 007, which may be a name.
     """
-    allowed = {int} if kind is int else {int, float}
+    numbers = parse_plain(texts, is_float=dtype.kind == "f")
+    rounded = round_numbers(numbers, dtype)
+    if dtype.kind == "f":
+        for place in np.flatnonzero(np.isinf(rounded)).tolist():
+            if "inf" not in texts[place].lower():  # such as 1e400
+                raise OverflowError(f"too large for {dtype}")
+    return rounded
+
+
+def parse_plain(texts: list[str], is_float: bool) -> list[Any]:
+    """Return the number of Python's that each text stands for, as `parse_numbers` does."""
+    allowed = {int, float} if is_float else {int}
     # All texts are parsed as one JSON list, which is quick, or else each text alone: JSON has no
     # " 1" and no ".5", and "1,5" makes two numbers of the list.
     with suppress(ValueError):
         numbers: list[Any] = decode_fast(f"[{','.join(texts)}]")
         if len(numbers) == len(texts) and allowed.issuperset(map(type, numbers)):
             return numbers
+    numbers = []
     for text in texts:
-        if not PLAIN_NUMBER.fullmatch(text):
-            raise ValueError(f"{text!r:.80} is no number")
-    return [kind(text) for text in texts]
+        try:
+            if not PLAIN_NUMBER.fullmatch(text):
+                raise ValueError
+            numbers.append(float(text) if is_float else int(text))
+        except ValueError:
+            kind = "number" if is_float else "whole number"
+            raise ValueError(f"{text!r:.80} is no {kind}") from None
+    return numbers
 
 
 def is_value(text: str) -> bool:
@@ -159,7 +178,7 @@ class ValueType:
         if not allowed.issuperset(map(type, values)):
             raise ValueError(f"no {self.kind.__name__}")
         if self.kind is float:
-            return round_to_float32(values)
+            return round_numbers(values, FLOAT32)
         return np.asarray(values, np.int64 if self.kind is int else np.bool_)
 
     def _stack_lists(self, values: list[Any]) -> np.ndarray:
@@ -224,7 +243,7 @@ def find_value_type(samples: list[Sample], name: str) -> ValueType:
     if not arrays or any(array.dtype.kind not in NUMBER_KINDS for array in arrays):
         return ValueType(object)
     has_fractions = any(array.dtype.kind == "f" for array in arrays)
-    dtype = np.dtype(np.float32 if has_fractions else np.int64)
+    dtype = FLOAT32 if has_fractions else INT64
     shapes = {array.shape for array in arrays}
     has_empty_list = len(arrays) < len(values)
     if len(shapes) == 1 and not has_empty_list:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import PurePath
 from typing import Any
@@ -17,6 +17,8 @@ from stepladder.core.order import IndexArray
 from stepladder.data.readers.batches import Sample
 from stepladder.data.readers.files import DataFile
 from stepladder.data.readers.json_values import (
+    FLOAT32,
+    INT64,
     ValueType,
     collect_names,
     find_value_type,
@@ -24,17 +26,16 @@ from stepladder.data.readers.json_values import (
     parse_numbers,
     parse_object,
     parse_unique,
-    round_to_float32,
 )
 from stepladder.data.readers.open_options import OpenOptions
 from stepladder.data.readers.records import IndexedFiles, RecordSource
+from stepladder.data.table import select_columns
 
 SCANNED_BYTES = 16 << 20  # at once
 NEWLINE = 10
 QUOTE = 34
 BLANKS = (NEWLINE, 13)  # of lines that hold nothing: they belong to the record before
 QUOTED = re.compile(r'["\r\n]')  # in lines that need the rules of CSV
-TYPED_RECORDS = 256  # from which the types of columns are known
 MAX_HEADER_BYTES = 1 << 20
 MAX_FIELD_BYTES = (1 << 31) - 1
 OTHER_DELIMITERS = re.compile(r"[;|\t,]")
@@ -81,7 +82,7 @@ class JsonLines(IndexedFiles):
         self.types: dict[str, ValueType] = {}
         hint = "another name for each value; JSON readers take one of them"
         with as_input_error(f"a record of {files[0].name}", hint, (LookupError,)):
-            first = self.parse_first(parse_unique, TYPED_RECORDS)
+            first = self.parse_first(parse_unique, options.typed_records)
         if options.decode is None:  # which takes values as they are
             self.types = {name: find_value_type(first, name) for name in collect_names(first)}
 
@@ -122,9 +123,10 @@ class CsvLines(IndexedFiles):
             elif header != self.header:
                 problem = f"{file.name} has other columns than {files[0].name}"
                 raise InputError(problem, "files with one header line")
-        self.types: dict[str, Callable[[str], Any]] = {}
+        # The type of the numbers of each column, None for texts.
+        self.types: dict[str, np.dtype[Any] | None] = {}
         if options.decode is None:  # which takes texts
-            self.types = self._find_types()
+            self.types = self._find_types(options)
 
     def get_index_kind(self, file: DataFile) -> str:
         """Return what an index of a file depends on besides the file."""
@@ -147,14 +149,15 @@ class CsvLines(IndexedFiles):
         Raises:
             ValueError: One of them is no number where others are, or a very large one.
         """
-        kind = self.types[name]
-        if kind is str:
+        dtype = self.types[name]
+        if dtype is None:
             return values
         try:
-            numbers = parse_numbers(values, kind)
-            return round_to_float32(numbers) if kind is float else np.asarray(numbers, np.int64)
+            return parse_numbers(values, dtype)
         except OverflowError as error:
-            raise ValueError(f"{name} has a number of more than 64 bits, or of float32") from error
+            raise ValueError(f"{name}: {values[0]!r:.80} is too large for {dtype}") from error
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
 
     def _split(self, data: bytes) -> list[str]:
         """Return the values of a line, which may have line breaks between quotation marks."""
@@ -200,19 +203,24 @@ class CsvLines(IndexedFiles):
             raise InputError(f"{file.name}: {problem} {self.delimiter!r}", hint)
         return names, len(line)
 
-    def _find_types(self) -> dict[str, Callable[[str], Any]]:
-        """Return what makes values of texts, by the first records."""
-        rows = self.parse_first(lambda data: self.parse(0, data, None), TYPED_RECORDS)
-        return {name: find_type([row[name] for row in rows]) for name in self.header}
+    def _find_types(self, options: OpenOptions) -> dict[str, np.dtype[Any] | None]:
+        """Return the types of the columns, by the first records and what the caller has set."""
+        rows = self.parse_first(lambda data: self.parse(0, data, None), options.typed_records)
+        types = {name: find_type([row[name] for row in rows]) for name in self.header}
+        if options.dtypes is None:
+            return types
+        select_columns(tuple(options.dtypes), self.header, self.files[0].name)
+        return {name: options.dtypes.get(name, dtype or FLOAT32) for name, dtype in types.items()}
 
 
-def find_type(texts: Sequence[str]) -> Callable[[str], Any]:
-    """Return int, float or str: the first that takes all texts."""
-    for kind in (int, float):
+def find_type(texts: list[str]) -> np.dtype[Any] | None:
+    """Return int64 or float32, the first that takes all texts; None if they are no numbers."""
+    for dtype in (INT64, FLOAT32):
         with suppress(ValueError):
-            parse_numbers(list(texts), kind)
-            return kind
-    return str
+            with suppress(OverflowError):  # which is told when such a number is read
+                parse_numbers(texts, dtype)
+            return dtype
+    return None
 
 
 def open_json_lines(files: list[DataFile], options: OpenOptions) -> RecordSource:

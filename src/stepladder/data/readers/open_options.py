@@ -7,6 +7,9 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from stepladder.core.errors import InputError, as_input_error
 from stepladder.core.numbers import validate_count
@@ -29,6 +32,9 @@ class OpenOptions:
         dtype: The type of tokens, where their file does not say it.
         index_beside: Whether an index is written beside its file, not into the cache.
         header: The names of columns, for files that may lack a line with them.
+        dtypes: Types of columns of CSV by name; if they are given, all columns are numbers.
+        typed_records: From how many records the types of columns are known.
+        tables_in_memory: How many row groups are kept, or None for as many as an epoch reads from.
     """
 
     columns: tuple[str, ...] | None = None
@@ -39,6 +45,9 @@ class OpenOptions:
     dtype: str | None = None
     index_beside: bool = False
     header: tuple[str, ...] | None = None
+    dtypes: dict[str, np.dtype[Any]] | None = None
+    typed_records: int = 256
+    tables_in_memory: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("chunk_rows", "block"):

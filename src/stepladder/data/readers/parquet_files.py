@@ -9,11 +9,10 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from stepladder.core.errors import InputError, as_input_error
-from stepladder.data.formats.parquet import PARQUET_DAMAGE
 from stepladder.data.readers.damage import DAMAGE_HINT
 from stepladder.data.readers.files import DataFile, FileView, LocalFile
 from stepladder.data.readers.open_options import OpenOptions
-from stepladder.data.readers.tables import TablePart, TableSource
+from stepladder.data.readers.tables import PARQUET_DAMAGE, TablePart, TableSource
 
 OPEN_PARQUET_FILES = 32  # at once, each with its metadata
 

@@ -13,7 +13,6 @@ from pyarrow import types
 
 from stepladder.core.errors import InputError, get_reason
 from stepladder.core.order import IndexArray
-from stepladder.data.formats.parquet import PARQUET_DAMAGE, convert_array, parse_type
 from stepladder.data.readers.batches import (
     DECODE_HINT,
     collate_decoded,
@@ -25,11 +24,12 @@ from stepladder.data.readers.damage import Damage
 from stepladder.data.readers.file_rows import FilesSource
 from stepladder.data.readers.files import DataFile
 from stepladder.data.readers.open_options import OpenOptions
-from stepladder.data.table import Column, Ragged, select_columns
+from stepladder.data.table import Column, Ragged, input_error, select_columns
 
 POOL_BYTES = 48 << 20  # of tables in the memory of a process
 MIN_TABLES = 4
 MAX_TABLES = 64
+PARQUET_DAMAGE = (pa.ArrowException, OSError, UnicodeDecodeError)
 IMAGE_FIELDS = {"bytes", "path"}  # of a struct, in the files of Hugging Face's datasets
 
 
@@ -72,13 +72,13 @@ class TableSource(FilesSource):
         self.parts = parts
         self.names = select_columns(options.columns or (), schema.names, parts[0].file)
         self.types = {name: schema.field(name).type for name in self.names}
-        self.numbers = {name: find_numbers(name, kind) for name, kind in self.types.items()}
+        self.numbers = {name: find_numbers(kind) for name, kind in self.types.items()}
         self.is_list = {
             name: column is not None and column.is_list for name, column in self.numbers.items()
         }
         largest = max(part.size for part in parts)
         self.chunks_in_memory = min(MAX_TABLES, max(MIN_TABLES, POOL_BYTES // max(1, largest)))
-        self._load = lru_cache(self.chunks_in_memory)(self._read_part)
+        self._load = lru_cache(options.tables_in_memory or self.chunks_in_memory)(self._read_part)
 
     @property
     def columns(self) -> dict[str, str]:
@@ -142,18 +142,36 @@ class TableSource(FilesSource):
         }
 
     def _convert(self, part: TablePart, name: str, array: Any) -> Any:
+        """Return an Arrow array as NumPy array or Ragged. Raises InputError for an empty value."""
         column = self.numbers[name]
         if column is None:
             return array
-        return convert_array(part.file, name, column, array, part.first_row, DECODE_HINT)
+        has_lists = column.is_list or bool(column.shape)
+        if array.null_count or (has_lists and array.flatten().null_count):
+            is_null = array.is_null().to_pylist()
+            row = part.first_row + (is_null.index(True) if True in is_null else 0)
+            raise input_error(
+                part.file, f"column {name} has an empty value in row {row}", DECODE_HINT
+            )
+        flat = array.flatten() if has_lists else array
+        values = flat.to_numpy(zero_copy_only=False)
+        if column.is_list:
+            offsets = array.offsets.to_numpy(zero_copy_only=False).astype(np.int64)
+            return Ragged(values, offsets - offsets[0])
+        return values.reshape(len(array), *column.shape)
 
 
-def find_numbers(name: str, arrow_type: Any) -> Column | None:
+def find_numbers(arrow_type: Any) -> Column | None:
     """Return the column of a type of numbers or lists of them; None for another type."""
-    try:
-        return parse_type(name, name, arrow_type)
-    except InputError:
+    is_list = types.is_list(arrow_type) or types.is_large_list(arrow_type)
+    shape: tuple[int, ...] = ()
+    if types.is_fixed_size_list(arrow_type):
+        shape = (arrow_type.list_size,)
+    value_type = arrow_type.value_type if is_list or shape else arrow_type
+    is_number = types.is_integer(value_type) or types.is_floating(value_type)
+    if not is_number and not types.is_boolean(value_type):
         return None
+    return Column(np.dtype(value_type.to_pandas_dtype()), shape, is_list)
 
 
 def take_rows(part: TablePart, name: str, column: Any, rows: IndexArray) -> Any:

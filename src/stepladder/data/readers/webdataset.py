@@ -12,11 +12,11 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 
 from stepladder.core.order import IndexArray
-from stepladder.data.formats.arrays import read_npy_header
 from stepladder.data.readers.batches import Sample, decode_image, stack_values
 from stepladder.data.readers.damage import Damage
 from stepladder.data.readers.files import PIECE_BYTES, DataFile, FileView
 from stepladder.data.readers.json_values import parse_carefully
+from stepladder.data.readers.npy import read_npy_header
 from stepladder.data.readers.open_options import OpenOptions
 from stepladder.data.readers.records import IndexedFiles, RecordSource
 

@@ -16,7 +16,7 @@ import numpy as np
 import xxhash
 
 from stepladder.core import durable
-from stepladder.data.local_files import Feedback, compute_sha256
+from stepladder.data.local_files import compute_sha256
 from stepladder.data.table import Block, Column, Ragged, Table, count_rows
 
 CONTINUE_HINT = (
@@ -45,7 +45,7 @@ class ShardSettings:
 
 
 def write_shard(
-    path: Path, table: Table, settings: ShardSettings, chunks: Iterable[Block], feedback: Feedback
+    path: Path, table: Table, settings: ShardSettings, chunks: Iterable[Block]
 ) -> dict[str, Any]:
     """Write a shard.
 
@@ -54,19 +54,18 @@ def write_shard(
         table: The table of the rows.
         settings: The settings of the data set.
         chunks: Blocks of chunk_rows rows; the last one may be shorter.
-        feedback: Shows the progress.
 
     Returns:
         The shard's entry in the index, and the bytes of the longest lists of a chunk.
     """
     with durable.name_write_errors(path, CONTINUE_HINT), durable.replace_file(path) as temporary:
-        entry = write_h5(temporary, table, settings, chunks, feedback)
+        entry = write_h5(temporary, table, settings, chunks)
         entry["sha256"] = compute_sha256(temporary)
     return {"file": path.name, "bytes": path.stat().st_size, **entry}
 
 
 def write_h5(
-    path: Path, table: Table, settings: ShardSettings, chunks: Iterable[Block], feedback: Feedback
+    path: Path, table: Table, settings: ShardSettings, chunks: Iterable[Block]
 ) -> dict[str, Any]:
     """Write chunks into a new HDF5 file; return its rows, list bytes and checksums."""
     import h5py
@@ -86,7 +85,6 @@ def write_h5(
                 file.raise_failure()
                 rows += count_rows(block)
                 list_bytes = max(list_bytes, count_list_bytes(block))
-                feedback.on_progress(table.name, table.bytes_read, table.total_bytes)
         file.raise_failure()
     texts = {}
     for name, values in checksums.items():

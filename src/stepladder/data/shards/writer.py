@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import shlex
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import chain, islice
 from numbers import Integral
 from pathlib import Path
@@ -25,7 +25,7 @@ from stepladder.data.shards.shard import (
     recommend_chunk_rows,
 )
 from stepladder.data.shards.shard_file import CONTINUE_HINT, ShardSettings, write_shard
-from stepladder.data.table import Table, rechunk, row_bytes
+from stepladder.data.table import Block, Table, count_rows, rechunk, row_bytes
 
 SHARD_BYTES = 64 << 20  # the size of a file, where the user names no number of rows
 MAX_CHUNK_MEMORY_BYTES = 1 << 30
@@ -129,16 +129,27 @@ def write_remaining(table: Table, journal: ShardJournal, feedback: Feedback) -> 
         )
     validate_free_space(table, settings, out, num_rows)
     chunks_per_shard = -(-settings.rows_per_shard // settings.chunk_rows)  # rounded up
-    chunks = rechunk(table.blocks(num_rows), settings.chunk_rows)
+    blocks = show_progress(table, num_rows, feedback)
+    chunks = rechunk(blocks, settings.chunk_rows)
     for first_chunk in chunks:
         path = out / f"shard-{len(journal.entries):05d}.h5"
         shard_chunks = chain([first_chunk], islice(chunks, chunks_per_shard - 1))
-        entry = write_shard(path, table, settings, shard_chunks, feedback)
+        entry = write_shard(path, table, settings, shard_chunks)
         journal.add(entry)
         feedback.on_message(f"{path.name}: {entry['rows']:,} rows, {entry['bytes']:,} bytes")
     if not journal.entries:
         raise InputError(f"{table.name} has no rows", "give an input with at least one")
     return journal.write_index()
+
+
+def show_progress(table: Table, first_row: int, feedback: Feedback) -> Iterator[Block]:
+    """Yield the rows of a table from one on, and show how many of its bytes they are."""
+    bytes_per_row = row_bytes(table.columns)
+    done = first_row
+    for block in table.blocks(first_row):
+        yield block
+        done += count_rows(block)
+        feedback.on_progress(table.name, done * bytes_per_row, table.rows * bytes_per_row)
 
 
 def validate_free_space(

@@ -10,14 +10,14 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from tokenize import TokenError
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 import numpy as np
 
+from stepladder.data import idx
 from stepladder.data import table as tables
-from stepladder.data.formats import idx
-from stepladder.data.table import MAX_NUMBER_BYTES, Block, Column, Table, input_error, report_damage
+from stepladder.data.readers.npy import read_npy_header
+from stepladder.data.table import Block, Column, Table, input_error, report_damage
 
 # What reading a damaged file can raise. RuntimeError is zipfile's error for a password.
 ARRAY_DAMAGE = (
@@ -61,7 +61,6 @@ class ArrayReader:
     def __call__(self, table: Table) -> Iterator[Block]:
         """Yield all rows; the function `read` of a Table."""
         block_rows = tables.rows_per_block(table.columns)
-        row_bytes = tables.row_bytes(table.columns)
         with report_damage(self.source, ARRAY_DAMAGE), ExitStack() as stack:
             streams = {
                 name: stack.enter_context(array.open()) for name, array in self.arrays.items()
@@ -74,7 +73,6 @@ class ArrayReader:
                     name: read_rows(streams[name], column, count, f"{name}, row {first}")
                     for name, column in table.columns.items()
                 }
-                table.bytes_read += count * row_bytes
                 yield block
             for name, stream in streams.items():
                 if stream.read(1):
@@ -106,7 +104,7 @@ def array_table(source: Path, identity: dict[str, Any], arrays: dict[str, Stored
         raise input_error(source, f"a row has {row_bytes:,} bytes, more than {MAX_ROW_BYTES:,}")
     rows = next(iter(lengths.values()))
     reader = ArrayReader(source, arrays, rows)
-    return Table(str(source), columns, identity, reader, rows * row_bytes, rows=rows)
+    return Table(str(source), columns, identity, reader, rows)
 
 
 def read_rows(stream: IO[bytes], column: Column, rows: int, position: str) -> np.ndarray:
@@ -166,35 +164,6 @@ def find_npy(path: Path, member: str) -> StoredArray:
         raise input_error(path, problem)
     label = member.removesuffix(".npy")
     return StoredArray(label, shape, dtype, start, partial(open_npy, path, member))
-
-
-class NpyHeader(NamedTuple):
-    """The header of an array in a .npy file."""
-
-    shape: tuple[int, ...]
-    is_fortran: bool
-    dtype: np.dtype[Any]
-
-    @property
-    def has_rows(self) -> bool:
-        """Whether it has rows of numbers of this machine, one after the other."""
-        is_number = self.dtype.kind in "biuf" and self.dtype.itemsize <= MAX_NUMBER_BYTES
-        has_rows = bool(self.shape) and not (self.is_fortran and len(self.shape) > 1)
-        return is_number and has_rows and self.dtype.isnative
-
-
-def read_npy_header(stream: IO[bytes]) -> NpyHeader:
-    """Return the header of a .npy file, which is read from its begin; the numbers follow.
-
-    Raises:
-        ValueError: It is no such file.
-    """
-    try:
-        if np.lib.format.read_magic(stream) == (1, 0):
-            return NpyHeader(*np.lib.format.read_array_header_1_0(stream))
-        return NpyHeader(*np.lib.format.read_array_header_2_0(stream))
-    except TokenError as error:  # NumPy reads it as Python
-        raise ValueError(f"its header is damaged: {error}") from error
 
 
 def open_npy(path: Path, member: str) -> IO[bytes]:

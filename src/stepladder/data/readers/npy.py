@@ -1,0 +1,39 @@
+"""The header of NumPy's .npy files, which also lie in .npz and tar files."""
+
+from __future__ import annotations
+
+from tokenize import TokenError
+from typing import IO, Any, NamedTuple
+
+import numpy as np
+
+from stepladder.data.table import MAX_NUMBER_BYTES
+
+
+class NpyHeader(NamedTuple):
+    """The header of an array in a .npy file."""
+
+    shape: tuple[int, ...]
+    is_fortran: bool
+    dtype: np.dtype[Any]
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether it has rows of numbers of this machine, one after the other."""
+        is_number = self.dtype.kind in "biuf" and self.dtype.itemsize <= MAX_NUMBER_BYTES
+        has_rows = bool(self.shape) and not (self.is_fortran and len(self.shape) > 1)
+        return is_number and has_rows and self.dtype.isnative
+
+
+def read_npy_header(stream: IO[bytes]) -> NpyHeader:
+    """Return the header of a .npy file, which is read from its begin; the numbers follow.
+
+    Raises:
+        ValueError: It is no such file.
+    """
+    try:
+        if np.lib.format.read_magic(stream) == (1, 0):
+            return NpyHeader(*np.lib.format.read_array_header_1_0(stream))
+        return NpyHeader(*np.lib.format.read_array_header_2_0(stream))
+    except TokenError as error:  # NumPy reads it as Python
+        raise ValueError(f"its header is damaged: {error}") from error
