@@ -68,7 +68,8 @@ def test_a_check_that_is_ended_leaves_no_process_and_no_copy(number: int, tmp_pa
         "check", "--writes", marker.parent, tmp_path / "sleeps.py", cwd=tmp_path, env=env
     ) as running:
         running.wait_for(marker)
-        assert len(running.family) == 3  # with two ranks
+        # With two ranks, and the processes from which they are forked.
+        wait_until(lambda: running.record_family() or len(running.family) == 5)
         running.process.send_signal(number)
         assert running.end() == (128 + number if number == signal.SIGTERM else -number)
     assert number == signal.SIGKILL or not list(

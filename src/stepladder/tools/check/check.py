@@ -14,6 +14,7 @@ from stepladder.core.scratch import temporary_folder
 from stepladder.core.signals import exit_on_signals
 from stepladder.tools.check.events import ModelDivided, OptimizerStep
 from stepladder.tools.check.failure import STOPPED_BY_USER, NotChecked, choose_exit_code
+from stepladder.tools.check.fork_servers import ForkServers
 from stepladder.tools.check.isolation.sandbox import Sandbox, SandboxFolders
 from stepladder.tools.check.isolation.summary import Isolation, blame_refusal, summarize
 from stepladder.tools.check.launch_style import LaunchStyle, find_styles, finds_what_is_missing
@@ -222,15 +223,16 @@ class Check:
             self.request.args,
             self.request.writable_folders,
         )
-        with closing(Sandbox(folders)) as sandbox:
-            report = self.check_in_sandbox(scratch_folder, sandbox)
+        with closing(Sandbox(folders)) as sandbox, closing(ForkServers()) as servers:
+            launch = self.make_launch(scratch_folder, sandbox, servers)
+            report = self.check_in_sandbox(scratch_folder, launch)
             isolation = summarize(sandbox)
         not_checked = blame_refusal(report.not_checked, isolation)
         return replace(report, not_checked=not_checked, isolation=isolation)
 
-    def check_in_sandbox(self, scratch_folder: Path, sandbox: Sandbox) -> Report:
+    def check_in_sandbox(self, scratch_folder: Path, launch: RankLaunch) -> Report:
         runs = ScriptRuns(self.watch)
-        run = runs.run(self.make_launch(scratch_folder, sandbox))
+        run = runs.run(launch)
         self.notes += runs.notes
         evidence = RunEvidence(run.recording, self.source)
         findings = [] if self.request.relations_only else apply_rules(evidence)
@@ -279,7 +281,9 @@ class Check:
         self.notes += comparison.held
         return drop_suppressed(comparison.findings, self.source)
 
-    def make_launch(self, scratch_folder: Path, sandbox: Sandbox) -> RankLaunch:
+    def make_launch(
+        self, scratch_folder: Path, sandbox: Sandbox, servers: ForkServers
+    ) -> RankLaunch:
         """Return how the script is started first."""
         request = self.request
         settings = ProbeSettings(
@@ -296,6 +300,7 @@ class Check:
             request.nproc,
             settings,
             sandbox,
+            servers,
             folder=self.style.subfolder,
             gpus_available=True if request.simulate_gpus else None,
             timeout_s=request.timeout,

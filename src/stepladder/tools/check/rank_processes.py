@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from stepladder.core.address import find_free_port
 from stepladder.core.console import print_message
 from stepladder.core.process_count import count_cores
-from stepladder.core.signals import die_with_parent
 from stepladder.launcher.diagnose.deadlock import are_stuck
 from stepladder.launcher.diagnose.explanation import Explanation
 from stepladder.launcher.diagnose.hang import find_rank_to_blame
@@ -31,6 +28,8 @@ from stepladder.tools.check.events import (
     SpawnsRanks,
 )
 from stepladder.tools.check.failure import has_own_error
+from stepladder.tools.check.fork_servers import ForkedProcess, ForkServers
+from stepladder.tools.check.forked_rank import Request
 from stepladder.tools.check.growing_files import GrowingFiles, is_blocked
 from stepladder.tools.check.isolation.sandbox import Sandbox
 from stepladder.tools.check.probe_settings import (
@@ -61,7 +60,7 @@ RANK_VARIABLES_OF_TORCHRUN = {
 }
 
 Variables = dict[str, str]
-Processes = list[subprocess.Popen[bytes]]
+Processes = list[ForkedProcess]
 
 
 @dataclass(frozen=True)
@@ -133,6 +132,9 @@ class RankLaunch:
     Args:
         python_args: What comes after `python`: the script, or `-m` and a module.
         args: The script's own arguments.
+        settings: The settings of the probes.
+        sandbox: The sandbox of the ranks.
+        servers: The processes from which the ranks are forked.
         folder: The working folder, within the copy.
         gpus_available: The answer of `torch.cuda.is_available()`; None where it depends on what is
             imported when the script asks.
@@ -147,6 +149,7 @@ class RankLaunch:
     nproc: int
     settings: ProbeSettings
     sandbox: Sandbox
+    servers: ForkServers
     folder: str = "."
     gpus_available: bool | None = None
     is_alone: bool = False
@@ -269,7 +272,7 @@ def run_together(
                 ranks.poll()
     finally:
         for process in processes:
-            kill_with_children(process)
+            process.kill_with_children()
     return {name: outcomes[name] for name in launches}
 
 
@@ -288,25 +291,17 @@ def with_folder(launch: RankLaunch, name: str) -> RankLaunch:
     return replace(launch, settings=settings)
 
 
-def start_rank(launch: RankLaunch, rank: int) -> subprocess.Popen[bytes]:
+def start_rank(launch: RankLaunch, rank: int) -> ForkedProcess:
     output = Path(launch.settings.folder) / f"rank-{rank}.out"
     # In a mount namespace the copy is at the path of the original too, where `..` leads to the
     # user's own folders.
     has_namespace = launch.sandbox.mechanism == "namespace"
     root = launch.settings.original if has_namespace else launch.settings.copy
-    folder = Path(root) / launch.folder
+    entry = launch.sandbox.entry(launch.command(), Path(root) / launch.folder)
+    arguments = [*launch.python_args, *launch.args]
+    request = Request(launch.variables(rank), entry, arguments)
     with output.open("wb") as file:
-        return subprocess.Popen(
-            launch.sandbox.command(launch.command(), folder),
-            env=launch.variables(rank),
-            stdin=subprocess.DEVNULL,
-            cwd=launch.settings.copy,
-            pass_fds=launch.sandbox.descriptors,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            preexec_fn=die_with_parent,
-        )
+        return launch.servers.fork(rank, request, file.fileno())
 
 
 class RunningRanks:
@@ -405,7 +400,7 @@ class RunningRanks:
 
     def end(self) -> None:
         for process in self.processes:
-            kill_with_children(process)
+            process.kill_with_children()
 
     def conclude(self) -> LaunchOutcome:
         """Return the outcome, with the reason why ranks have failed, or do not go on, together."""
@@ -422,9 +417,3 @@ class RunningRanks:
             outcome = replace(outcome, has_raised=has_raised, deadlock=deadlock)
         has_stalled = outcome.has_stalled or outcome.deadlock is not None
         return replace(outcome, codes=self.codes, has_stalled=has_stalled)
-
-
-def kill_with_children(process: subprocess.Popen[bytes]) -> None:
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()

@@ -11,6 +11,7 @@ from stepladder.core.scratch import temporary_folder
 from stepladder.core.signals import exit_on_signals
 from stepladder.tools.check.check import Check, Request
 from stepladder.tools.check.failure import NotChecked, choose_exit_code
+from stepladder.tools.check.fork_servers import ForkServers
 from stepladder.tools.check.isolation.sandbox import Sandbox, SandboxFolders
 from stepladder.tools.check.isolation.summary import Isolation, blame_refusal, summarize
 from stepladder.tools.check.rank_processes import RankLaunch
@@ -126,9 +127,9 @@ class Parity:
             (*request.reference.args, *request.compared.args),
             request.check.writable_folders,
         )
-        with closing(Sandbox(folders)) as sandbox:
+        with closing(Sandbox(folders)) as sandbox, closing(ForkServers()) as servers:
             try:
-                report = self.compare(self.check.make_launch(scratch_folder, sandbox))
+                report = self.compare(self.check.make_launch(scratch_folder, sandbox, servers))
             except NotJudged as error:
                 report = ParityReport(not_judged=error.reason)
             isolation = summarize(sandbox)

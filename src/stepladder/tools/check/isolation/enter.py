@@ -1,7 +1,7 @@
 """Entering the sandbox: a process does this before it becomes a rank of the script.
 
-Runs in `python -I -S`. A function that runs between fork and exec in the launcher could do the
-same, but not safely in a process with threads.
+`main` runs in `python -I -S`. A function that runs between fork and exec in the launcher could do
+the same, but not safely in a process with threads.
 """
 
 from __future__ import annotations
@@ -39,13 +39,18 @@ class Entry:
 
 def main(text: str) -> None:
     entry = Entry(**json.loads(text))
+    enter(entry)
+    os.execv(entry.command[0], entry.command)
+
+
+def enter(entry: Entry) -> None:
+    """Enter the sandbox, in a process without threads."""
     if entry.mechanism == "namespace":
         enter_namespace(entry.descriptors)
     elif entry.mechanism == "landlock":
         kernel.restrict_writes(entry.writable)
     os.chdir(entry.folder)
     kernel.die_with_parent(entry.parent)
-    os.execv(entry.command[0], entry.command)
 
 
 def enter_namespace(descriptors: list[int]) -> None:

@@ -35,6 +35,7 @@ AT_RECURSIVE = 0x8000
 PR_SET_PDEATHSIG = 1
 PR_CAPBSET_DROP = 24
 PR_SET_NO_NEW_PRIVS = 38
+CAPABILITY_VERSION_3 = 0x20080522
 # With these capabilities a process of root can leave its mount namespace, also by becoming a user
 # who has processes outside, or can write to the disk below all file systems.
 ESCAPING_CAPABILITIES = {
@@ -183,10 +184,17 @@ def remount(mounted: Mount, flags: int) -> None:
 
 
 def drop_capabilities() -> None:
-    """Keep the program that is executed next from leaving its mount namespace, also as root."""
+    """Keep this process, and programs that it executes, in its mount namespace, also as root."""
     for number in ESCAPING_CAPABILITIES.values():
         # This fails for a user without privileges, who has none of these capabilities anyway.
         libc.prctl(PR_CAPBSET_DROP, number, 0, 0, 0)
+    kept = ~sum(1 << number for number in ESCAPING_CAPABILITIES.values())
+    header = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION_3, 0)
+    sets = (ctypes.c_uint32 * 6)()  # effective, permitted, inheritable; then of numbers from 32 on
+    check_result(libc.capget(header, sets), "capget")
+    for index in range(3):
+        sets[index] &= kept
+    check_result(libc.capset(header, sets), "capset")
 
 
 def die_with_parent(parent: int) -> None:

@@ -155,7 +155,11 @@ class Sandbox:
             command: The command to run.
             folder: Its working folder; the copy by default.
         """
-        entry = Entry(
+        return make_module_command("enter", self.entry(command, folder).to_json())
+
+    def entry(self, command: Sequence[str], folder: Path | None = None) -> Entry:
+        """Return how a child of this process enters the sandbox."""
+        return Entry(
             self.mechanism,
             list(command),
             str(folder or self.folders.copy),
@@ -163,7 +167,6 @@ class Sandbox:
             list(self.descriptors),
             list(self.writable),
         )
-        return make_module_command("enter", entry.to_json())
 
     def variables(self) -> dict[str, str]:
         """Return the variables by which the ranks have a writable temporary folder."""

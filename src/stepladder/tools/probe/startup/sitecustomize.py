@@ -86,6 +86,7 @@ def run_sitecustomize_of_user() -> None:
         spec.loader.exec_module(module)
 
 
-attach(ATTACHED_AT_START)
-sys.meta_path.insert(0, TorchFinder())
-run_sitecustomize_of_user()
+if __name__ == "sitecustomize":
+    attach(ATTACHED_AT_START)
+    sys.meta_path.insert(0, TorchFinder())
+    run_sitecustomize_of_user()
