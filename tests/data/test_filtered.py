@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from processes import wait_until
+from processes import refused, run, wait_until
 from stepladder import Filtered, InputError, Loader, Mapped, Packed, World, open_data
-from stepladder.data.function_key import make_function_key
 from stepladder.data.readers.files import DataFile, LocalFile
 from stepladder.data.readers.record_index import load_index
 from stepladder.storage.audit import audit
@@ -58,7 +53,7 @@ def is_small(batch: dict[str, Any]) -> Any:
 
 
 def test_what_is_kept_is_in_its_chunks_and_read_once(tmp_path: Path) -> None:
-    kept = Filtered(Numbers(), lambda batch: batch["id"] % 3 == 0)
+    kept = Filtered(Numbers(), lambda batch: batch["id"] % 3 == 0, key="thirds")
     assert kept.chunk_edges is not None
     assert kept.chunk_edges.tolist() == [len(range(0, edge, 3)) for edge in range(0, 241, 20)]
     check_source(kept)
@@ -90,17 +85,20 @@ def test_chunks_of_which_nothing_is_kept_are_gone() -> None:
 def test_an_index_is_made_once_and_anew_after_a_change(
     file: Path, indexes: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert Filtered(open_data(file), is_small).read(np.array([99]))["id"].tolist() == [99]
+    assert Filtered(open_data(file), is_small, key="100").read(np.array([99]))["id"].tolist() == [
+        99
+    ]
     count = len(list(indexes.iterdir()))
     with monkeypatch.context() as patch:
         patch.setattr(Filtered, "_find_kept", None)
-        assert len(Filtered(open_data(file), is_small)) == 100
+        assert len(Filtered(open_data(file), is_small, key="100")) == 100
     with monkeypatch.context() as patch:
         patch.setitem(globals(), "LIMIT", 50)
-        assert len(Filtered(open_data(file), is_small)) == 50
+        assert len(Filtered(open_data(file), is_small, key="50")) == 50
     file.write_text(file.read_text() + '{"id": 7, "x": 7}\n')
-    assert len(Filtered(open_data(file), is_small)) == 101
-    assert len(Filtered(open_data(file, columns=("id",)), lambda batch: batch[0] < 3)) == 3
+    assert len(Filtered(open_data(file), is_small, key="100")) == 101
+    columns = open_data(file, columns=("id",))
+    assert len(Filtered(columns, lambda batch: batch[0] < 3, key="100")) == 3
     assert len(list(indexes.iterdir())) == count + 4, "three indexes of Filtered, one of lines"
 
 
@@ -108,11 +106,11 @@ def test_a_filter_of_what_a_function_makes(file: Path) -> None:
     def double(batch: dict[str, Any]) -> dict[str, Any]:
         return {"double": 2 * batch["id"]}
 
-    doubled = Mapped(open_data(file), double)
+    doubled = Mapped(open_data(file), double, key="v1")
     check_source(doubled)
-    kept = Filtered(doubled, lambda batch: batch["double"] > 470)
+    kept = Filtered(doubled, lambda batch: batch["double"] > 470, key="v1")
     assert kept.read(np.arange(len(kept)))["double"].tolist() == [472, 474, 476, 478]
-    assert kept.fingerprint != Filtered(open_data(file), is_small).fingerprint
+    assert kept.fingerprint != Filtered(open_data(file), is_small, key="v1").fingerprint
 
 
 def test_documents_that_are_kept_are_packed() -> None:
@@ -122,136 +120,12 @@ def test_documents_that_are_kept_are_packed() -> None:
     assert Packed(kept, 9).fill == 1.0
 
 
-def same(batch: Any) -> Any:
-    return [name for name in NAMES if len(name) < LIMIT and name not in {"x", "y"}], SHORT, np.sum
-
-
-def made_of(number: int) -> Callable[[Any], Any]:
-    return lambda batch: batch["id"] < number
-
-
-def test_a_key_has_the_code_and_the_values_that_a_function_uses() -> None:
-    first, second = (lambda batch: batch["id"] > 1), (lambda batch: batch["id"] > 2)
-    assert len({make_function_key(function) for function in (first, second, same)}) == 3
-    assert make_function_key(made_of(3)) == make_function_key(made_of(3))
-    assert make_function_key(made_of(3)) != make_function_key(made_of(4))
-
-    def calls_another(batch: Any) -> Any:
-        return is_small(batch)
-
-    before = make_function_key(calls_another)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(globals(), "LIMIT", 7)
-        assert make_function_key(calls_another) != before
-        patch.setitem(globals(), "SHORT", np.array([1, 2, 4]))
-        assert make_function_key(same) != make_function_key(calls_another)
-
-
-def uses_module(least: int) -> Any:
-    module = ModuleType("filters")
-    exec(f"LEAST = {least}\ndef keep(batch): return batch > LEAST", vars(module))
-    variables: dict[str, Any] = {"filters": module, "json": json}
-    exec("def function(batch): return filters.keep(json.loads(batch))", variables)
-    return variables["function"]
-
-
-def test_a_key_has_what_is_used_of_the_users_own_modules() -> None:
-    assert make_function_key(uses_module(1)) == make_function_key(uses_module(1))
-    assert make_function_key(uses_module(1)) != make_function_key(uses_module(2))
-
-
-IMPORTS = {
-    "a module": "import own_filters; return own_filters.keep(batch)",
-    "a function": "from own_filters import keep; return [keep(one) for one in batch]",
-    "a module in a package": "import own_rules.sizes; return own_rules.sizes.keep(batch)",
-    "by another name": "import own_rules.sizes as sizes; return (lambda: sizes.keep(batch))()",
-    "from a package": "from own_rules import sizes; return sizes.keep(batch)",
-    "from its own package": "from . import sizes; return sizes.keep(batch)",
-}
-
-
-@pytest.mark.parametrize("kind", IMPORTS)
-def test_a_key_has_what_a_function_imports_itself(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "own_rules").mkdir()
-    (tmp_path / "own_rules/__init__.py").touch()
-    paths = [tmp_path / "own_filters.py", tmp_path / "own_rules/sizes.py"]
-    keys = []
-    for least in (1, 2, 1):
-        for path in paths:
-            path.write_text(f"LEAST = {least}\ndef keep(batch): return batch > LEAST\n")
-        for name in ("own_filters", "own_rules", "own_rules.sizes"):
-            monkeypatch.delitem(sys.modules, name, raising=False)
-        monkeypatch.setattr(sys, "dont_write_bytecode", True)  # of files of one second and size
-        variables: dict[str, Any] = {"__package__": "own_rules"}
-        exec(f"def function(batch): {IMPORTS[kind]}", variables)
-        keys.append(make_function_key(variables["function"]))
-    assert keys[0] == keys[2] != keys[1]
-
-
-def test_a_key_has_the_names_of_installed_modules_and_no_import_of_them() -> None:
-    def function(batch: Any) -> Any:
-        try:
-            import module_that_nobody_has
-        except ImportError:
-            from wave import open as module_that_nobody_has
-        return module_that_nobody_has
-
-    sys.modules.pop("wave", None)
-    assert make_function_key(function).endswith("None 'wave'")
-    assert "wave" not in sys.modules
-
-
-def test_a_key_of_functions_with_very_many_paths_is_short() -> None:
-    lines = ["def f0(x): return x"]
-    for level in range(1, 41):
-        lines.append(f"def a{level}(x): return f{level - 1}(x)")
-        lines.append(f"def f{level}(x): return a{level}(x) + f{level - 1}(x)")
-    variables: dict[str, Any] = {}
-    exec("\n".join(lines), variables)
-    assert len(make_function_key(variables["f40"])) < 20_000
-    exec("def pair(x): return first(x), second(x)", variables)
-    variables |= {"first": variables["f0"], "second": variables["f0"]}
-    same_twice = make_function_key(variables["pair"])
-    variables["second"] = variables["a1"]
-    assert make_function_key(variables["pair"]) != same_twice
-
-
 def test_an_error_of_the_users_function_is_not_one_of_the_index(file: Path) -> None:
     def keep(batch: Any) -> Any:
         Path("words.txt").read_text()
 
     with pytest.raises(RuntimeError, match=r"has raised FileNotFoundError: .*'words\.txt'"):
         Filtered(open_data(file), keep, key="v1")
-
-
-def test_a_value_that_holds_itself_needs_a_key(file: Path) -> None:
-    values: list[Any] = []
-    values.append(values)
-    with pytest.raises(InputError, match="a value that holds itself"):
-        Filtered(open_data(file), lambda batch: [value is batch for value in values])
-
-
-SCRIPT = """
-from stepladder.data.function_key import make_function_key
-NAMES = {"a", "b", "c", "d", "e"}
-key = make_function_key(lambda batch: [n for n in NAMES if n in {"f", "g", "h", "i", "j"}])
-"""
-
-
-def test_a_key_is_the_same_in_every_process() -> None:
-    here: dict[str, Any] = {}
-    exec(SCRIPT, here)
-    other = subprocess.run(
-        [sys.executable, "-c", f"{SCRIPT}print(key)"],
-        env=os.environ | {"PYTHONHASHSEED": "1"},  # texts have other hashes in this process
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert other.stdout == f"{here['key']}\n"
 
 
 def test_a_long_search_says_what_it_does(
@@ -282,26 +156,82 @@ def test_a_long_search_says_what_it_does(
     assert load_index(LocalFile(file), find_offsets, "kind").tolist() == [0, 10]
 
 
-class Keep:
-    """A filter with a state that may change unseen."""
-
-    def __call__(self, batch: dict[str, Any]) -> Any:
-        return batch["id"] < LIMIT
-
-
-KEEP = Keep()
-
-
-def test_what_may_change_unseen_needs_a_key(file: Path) -> None:
-    with pytest.raises(InputError, match="Filtered depends on a Keep, which may change") as caught:
-        Filtered(open_data(file), KEEP)
-    assert 'Filtered(..., key="v1")' in str(caught.value)
-    with pytest.raises(InputError, match="depends on KEEP, a Keep"):
-        Filtered(open_data(file), lambda batch: KEEP(batch))
-    assert len(Filtered(open_data(file), KEEP, key="below 100")) == 100
-    assert len(Filtered(Numbers(), KEEP)) == 100, "nothing is cached, so no key is needed"
-    decoded = open_data(file, decode=Keep())
+def test_without_a_key_nothing_is_cached(file: Path, indexes: Path) -> None:
+    data = open_data(file)
+    of_lines = list(indexes.iterdir())
+    assert len(Filtered(data, is_small)) == 100
+    assert Filtered(data, is_small).fingerprint is None
+    assert list(indexes.iterdir()) == of_lines
+    decoded = open_data(file, decode=lambda sample: sample)
     assert decoded.fingerprint is None
+    assert Filtered(decoded, is_small, key="v1").fingerprint is None
+
+
+def resume(then: str | None, now: str | None) -> None:
+    """Continue a Loader with one key with the state of a Loader with another."""
+    first = Loader(Mapped(Numbers(), dict, key=then), 12)
+    state = json.loads(json.dumps(first.state_dict()))
+    Loader(Mapped(Numbers(), dict, key=now), 12).load_state_dict(state)
+
+
+def test_a_resume_needs_the_same_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    resume("v1", "v1")
+    resume(None, "v1")
+    with pytest.raises(InputError, match="the function of Mapped has other contents than the Load"):
+        resume("v1", "v2")
+    for then in (None, "v1"):
+        with pytest.raises(InputError, match="the function of Mapped has no key, and") as caught:
+            resume(then, None)
+        assert str(caught.value).endswith('HINT: Mapped(..., key="v1")')
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    resume(None, None)
+    with pytest.raises(InputError, match="the function of Mapped has other contents"):
+        resume("v1", None)
+
+
+JOB = """
+from dataclasses import dataclass
+import torch
+from stepladder import Job, Mapped
+
+@dataclass
+class Config:
+    pass
+
+class Numbers:
+    chunk_edges = None
+    def __len__(self):
+        return 40
+    def read(self, indices):
+        return torch.from_numpy(indices).float()[:, None]
+
+def build(config: Config) -> Job:
+    model = torch.nn.Linear(1, 1)
+    data = Mapped(Numbers(), lambda batch: batch / 40)
+    def loss(model, batch):
+        return model(batch).square().sum(), len(batch)
+    return Job(model, torch.optim.SGD(model.parameters(), 0.1), loss, data)
+"""
+
+
+@pytest.mark.ranks
+def test_a_run_without_a_key_says_so_and_is_not_resumed(tmp_path: Path) -> None:
+    job = tmp_path / "job.py"
+    job.write_text(JOB)
+    command = ("train", "job.py", "--global-batch", 4, "--run-dir", "run", "--steps")
+    first = run(*command, 3, cwd=tmp_path)
+    assert "the function of Mapped has no key: this run cannot be resumed" in first.stderr
+    refused(run(*command, 5, cwd=tmp_path), "the function of Mapped has no key, and may be another")
+    job.write_text(JOB.replace("batch / 40)", 'batch / 40, key="v1")'))
+    assert run(*command, 5, cwd=tmp_path).returncode == 0
+
+
+def test_a_state_from_before_keys_is_resumed() -> None:
+    loader = Loader(Mapped(Numbers(), dict), 12)
+    state = loader.state_dict()
+    loader.load_state_dict(state | {"files": []})
+    del state["files"]
+    loader.load_state_dict(state)
 
 
 @pytest.mark.parametrize(

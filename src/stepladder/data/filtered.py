@@ -10,9 +10,15 @@ import numpy as np
 from stepladder.core.console import tell_if_slow
 from stepladder.core.errors import InputError
 from stepladder.core.order import IndexArray
-from stepladder.data.function_key import make_function_key
 from stepladder.data.readers.record_index import make_index
-from stepladder.data.source import CHUNKS_IN_MEMORY, Source, get_contents, is_source, make_chunks
+from stepladder.data.source import (
+    CHUNKS_IN_MEMORY,
+    FUNCTION_OF,
+    Source,
+    get_contents,
+    is_source,
+    make_chunks,
+)
 
 SAMPLES_PER_READ = 4096
 
@@ -23,7 +29,7 @@ class DerivedSource:
     Args:
         source: The other source.
         function: The function.
-        key: What the user calls the function; None for its own code.
+        key: What the user calls what the function does; None for no name.
     """
 
     def __init__(self, source: Source, function: Callable[[Any], Any], key: str | None) -> None:
@@ -52,29 +58,18 @@ class DerivedSource:
         return getattr(self.source, "sorted_by_length", False)
 
     @property
-    def contents(self) -> list[list[str]] | None:
-        """The name and a hash of each file of the source."""
-        return get_contents(self.source)
+    def contents(self) -> list[list[str]]:
+        """The name and a hash of each file of the source, and the key of the function."""
+        of_function = [FUNCTION_OF + type(self).__name__, self.key or ""]
+        return [*(get_contents(self.source) or ()), of_function]
 
     @property
     def fingerprint(self) -> str | None:
-        """A text that is another one when the samples are; None if the source has none.
-
-        Raises:
-            InputError: The function uses something that may change unseen, and has no key.
-        """
+        """A text that is another one when the samples are; None if nothing tells."""
         of_source = getattr(self.source, "fingerprint", None)
-        if not isinstance(of_source, str):
+        if of_source is None or not self.key:
             return None
-        name = type(self).__name__
-        try:
-            key = self.key or make_function_key(self.function)
-        except ValueError as error:
-            raise InputError(
-                f"the function of {name} depends on {error}, which may change unseen",
-                f'{name}(..., key="v1"), and another key when the function does something else',
-            ) from error
-        return f"{of_source} {name} {key}"
+        return f"{of_source} {type(self).__name__} {self.key}"
 
 
 class Mapped(DerivedSource):
@@ -85,8 +80,8 @@ class Mapped(DerivedSource):
         function: Gets a batch as the source's `read` returns it, and returns the batch that is
             read. What it makes of a sample must not depend on the other samples of the batch, nor
             on random numbers.
-        key: A text that is another one whenever the function does something else. A `Filtered` of
-            this source needs it only if the function uses more than code, numbers and texts.
+        key: A text that is another one whenever the function does something else. Without it a run
+            is not resumed.
 
     Raises:
         InputError: The other source is none.
@@ -114,21 +109,20 @@ class Mapped(DerivedSource):
 class Filtered(DerivedSource):
     """A source of those samples of another one that a function keeps.
 
-    Which these are is found once, by reading all samples. It is kept in the user's cache, as an
-    index of 8 bytes a sample, where the other source can tell whether its samples have changed: one
-    of `open_data` can, by the names, sizes and times of its files. Of several processes on a
-    machine one reads, and the others wait.
+    Which these are is found by reading all samples. With a key it is found once, and kept in the
+    user's cache as an index of 8 bytes a sample, where the other source can tell whether its
+    samples have changed: one of `open_data` without `decode` can, by the names, sizes and times of
+    its files. Of several processes on a machine one reads, and the others wait.
 
     Args:
         source: The other source.
         keep: Gets a batch as the source's `read` returns it, and returns True or False for each
             sample, shape (n,). It must not depend on the other samples of the batch.
-        key: A text that is another one whenever `keep` keeps other samples. By default its code and
-            the values that it uses.
+        key: A text that is another one whenever `keep` keeps other samples. Without it a run is not
+            resumed.
 
     Raises:
-        InputError: The other source is none, no sample is kept, `keep` returns something else, or
-            it uses something that may change unseen and has no key.
+        InputError: The other source is none, no sample is kept, or `keep` returns something else.
     """
 
     def __init__(

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stepladder.core.errors import InputError
+from stepladder.core.numbers import read_env_number
 from stepladder.core.order import Chunks, IndexArray
+from stepladder.rank.exit_record import identify_start
 
 CHUNKS_IN_MEMORY = 64  # from which an epoch reads at once; the others wait
+FUNCTION_OF = "the function of "  # begins the name of an entry of contents that is of no file
 EDGES_HINT = "increasing whole numbers, from 0 to the number of samples; or None"
 
 
@@ -56,7 +60,7 @@ def is_source(data: Any) -> bool:
 
 
 def get_contents(data: Any) -> list[list[str]] | None:
-    """Return the name and a hash of each file of data; None for data of no files."""
+    """Return the name and a hash of each file of data, and keys of functions; None without any."""
     contents: list[list[str]] | None = getattr(data, "contents", None)
     return contents
 
@@ -93,21 +97,47 @@ def edges_error(source: Source, problem: str) -> InputError:
 
 
 def validate_same_files(stored: Any, current: list[list[str]] | None, owner: str) -> None:
-    """Validate that the files of data are those that something was begun with.
+    """Validate that the files of data, and the functions on them, are those of an earlier start.
 
     Args:
-        stored: The name and the hash of each file then; None if they were not stored.
+        stored: The name and the hash of each file then, and the key of each function; None if they
+            were not stored.
         current: The same now, in the same order. The names may be others, as of a moved folder.
         owner: What was begun with them, for the message.
 
     Raises:
-        InputError: There is another number of files, or one has other contents.
+        InputError: There is another number of files, or one has other contents; or a function has
+            another key, or none and no launcher has restarted the same code.
     """
     if not isinstance(stored, list) or current is None:
         return
-    hint = f"the files that {owner} was begun with"
+    if not any(_is_function(entry) for entry in stored):  # as before functions were compared
+        current = [entry for entry in current if not _is_function(entry)]
+    hint = f"the files and keys that {owner} was begun with"
     if len(stored) != len(current):
         raise InputError(f"{owner} has {len(stored)} files of data, now {len(current)}", hint)
     for (name, digest), entry in zip(current, stored, strict=True):
+        if _is_function([name]) and not digest and not _is_restart():
+            problem = f"{name} has no key, and may be another than {owner} was begun with"
+            raise InputError(problem, f'{name.removeprefix(FUNCTION_OF)}(..., key="v1")')
+        if _is_function(entry) and entry[-1] == "":  # the user vouches for it now
+            continue
         if not isinstance(entry, list) or entry[-1:] != [digest]:
             raise InputError(f"{name} has other contents than {owner} was begun with", hint)
+
+
+def _is_function(entry: Any) -> bool:
+    """Return whether an entry of contents is about a function, not a file."""
+    return isinstance(entry, list) and FUNCTION_OF in str(entry[:1])
+
+
+def _is_restart() -> bool:
+    """Return whether the launcher or Slurm has started these ranks again, without a person."""
+    restarts = read_env_number(os.environ, "TORCHELASTIC_RESTART_COUNT", 0)
+    return restarts > 0 or identify_start()["restart"] > 0
+
+
+def describe_missing_keys(contents: Iterable[list[list[str]] | None]) -> str:
+    """Return a line about functions of data without a key; "" if there are none."""
+    names = [name for entries in contents for name, key in entries or () if not key]
+    return f"  {names[0]} has no key: this run cannot be resumed without one" if names else ""

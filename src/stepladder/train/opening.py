@@ -16,7 +16,7 @@ import torch
 
 from stepladder.core.errors import as_input_error
 from stepladder.core.heap import keep_freed_memory
-from stepladder.data.source import validate_same_files
+from stepladder.data.source import describe_missing_keys, validate_same_files
 from stepladder.rank.error_record import record_step
 from stepladder.rank.exit_record import remove_end
 from stepladder.rank.fd_store import has_fd_store
@@ -178,6 +178,7 @@ class Opening:
         validate_step(spec, step)
         run_dir.truncate_metrics(step, spec.plan.steps_per_epoch)
         if config is None:
+            self.attempt.report(describe_missing_keys(spec.files.values()))
             facts = describe_environment(spec.recipe.job_file, spec.threads)
             run_dir.write_json(
                 CONFIG_FILE, {"schema": RUN_SCHEMA, **spec.as_json(), "environment": facts}

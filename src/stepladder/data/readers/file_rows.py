@@ -59,7 +59,7 @@ class FilesSource:
 
     @property
     def fingerprint(self) -> str | None:
-        """A text that is another one when the samples are; None if `decode` may change unseen."""
+        """A text that is another one when the samples are; None with `decode`."""
         return self.options.make_fingerprint(self.format, self.files)
 
     @cached_property

@@ -71,7 +71,7 @@ class ImageFolder:
 
     @property
     def fingerprint(self) -> str | None:
-        """A text that is another one when the samples are; None if `decode` may change unseen."""
+        """A text that is another one when the samples are; None with `decode`."""
         return self.options.make_fingerprint(self.format, map(self._open, range(len(self))))
 
     @cached_property

@@ -96,7 +96,7 @@ class OpenedSource(Source, Protocol):
 
     @property
     def fingerprint(self) -> str | None:
-        """A text that is another one when the samples are; None if `decode` may change unseen."""
+        """A text that is another one when the samples are; None with `decode`."""
         ...
 
     def find_damage(self) -> Iterator[Damage]:

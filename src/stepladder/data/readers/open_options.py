@@ -13,7 +13,6 @@ import numpy as np
 
 from stepladder.core.errors import InputError, as_input_error
 from stepladder.core.numbers import validate_count
-from stepladder.data.function_key import make_function_key
 from stepladder.data.readers.batches import DECODE_HINT, Decode
 from stepladder.data.readers.block_cache import BlockCache
 from stepladder.data.readers.files import DataFile, LocalFile, is_url
@@ -73,13 +72,11 @@ class OpenOptions:
             files: The files.
 
         Returns:
-            The text; None if `decode` uses something that may change unseen.
+            The text; None if there is a function `decode`, which may change unseen.
         """
-        try:
-            decode = None if self.decode is None else make_function_key(self.decode)
-        except ValueError:
+        if self.decode is not None:
             return None
-        settings = [kind, self.columns, decode, self.block, self.dtype, self.header]
+        settings = [kind, self.columns, None, self.block, self.dtype, self.header]
         hashed = hashlib.blake2b(repr(settings).encode(), digest_size=16)
         for file in files:
             hashed.update(os.fsencode(file.identity))
