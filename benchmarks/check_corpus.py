@@ -57,13 +57,17 @@ def scripts(only: list[str]) -> list[dict[str, Any]]:
     return [script for script in listed if not only or Path(script["file"]).stem in only]
 
 
-def checked(script: dict[str, Any], relations_only: bool = False) -> dict[str, Any]:
-    """What the check says of one script, and the seconds that it takes."""
+def checked(
+    script: dict[str, Any], relations_only: bool = False, text: str | None = None
+) -> dict[str, Any]:
+    """What the check says of one script, or of another text in its place, and the seconds that it takes."""
     flags = ["--resume"] if script.get("resume") else []
     flags += ["--nproc", str(script.get("nproc", 2)), "--timeout", "200", "--json", "--notes"]
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         shutil.copy(CORPUS / script["file"], folder)
+        if text is not None:
+            Path(folder, script["file"]).write_text(text)
         args = script.get("args", [])
         args = args.split() if isinstance(args, str) else [str(arg) for arg in args]
         command = [sys.executable, "-m", "stepladder", "check", *flags, script["file"], *args]

@@ -95,7 +95,8 @@ def sharded(events: Events, norm: float) -> Events:
     return [forward(wrapped="FullyShardedDataParallel"), *events, *clips]
 
 
-BEST = SAVED | {"path": "/w/best.tmp", "optimizer": False, "position": False, "bare": True}
+BEST = SAVED | {"path": "/w/kept", "existed": False, "optimizer": False, "position": False}
+LOADED = {"k": "load", "path": "/w/s.pt"}
 OF_A_PART = [SAVED | {"path": "/w/s.tmp", "numbered": True}, MOVED]
 CASES: dict[str, tuple[str, Events, Events]] = {
     "a remainder without a step": ("accumulation-mean", accumulated(2, 2, 2, 2, 3, 2, 2, 3), []),
@@ -356,7 +357,7 @@ CASES: dict[str, tuple[str, Events, Events]] = {
     "over the only copy": ("in-place-snapshot", [SAVED], []),
     "no optimizer": (
         "incomplete-snapshot",
-        [*steps(step(1, state={"w": "m"})), SAVED | {"optimizer": False, "existed": False}],
+        [LOADED, *steps(step(1, state={"w": "m"})), SAVED | {"optimizer": False, "existed": False}],
         steps(step(1, state={"w": "m"})),
     ),
     "a prefix": (

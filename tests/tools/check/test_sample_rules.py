@@ -127,10 +127,9 @@ def dropout_calls(rank: str, state: str) -> Events:
 
 
 def test_dropout_that_is_alike_on_two_ranks_is_named() -> None:
-    text = "generator.manual_seed(0)\ntorch.manual_seed(0)\n"
-    (finding,) = apply_rules(
-        evidence_of(dropout_calls("a", "s"), dropout_calls("b", "s"), text=text)
-    )
+    seeded = [{"k": "seeded", "at": ["train.py", line, "main"]} for line in (1, 2)]
+    ranks = dropout_calls("a", "s"), dropout_calls("b", "s")
+    (finding,) = apply_rules(evidence_of([*seeded, *ranks[0]], ranks[1]))
     assert (finding.rule, finding.severity) == ("same-augmentation", "note")
     assert finding.location.line == 2
     assert rules_of(dropout_calls("a", "s"), dropout_calls("b", "t")) == []

@@ -40,7 +40,9 @@ def evaluation(
     rank: int = 0,
 ) -> Events:
     """An evaluation after some training, with one value for each batch."""
-    events: Events = [{**eval_pass(3, [])[0], "shuffle": False, "distributed": False}]
+    events: Events = [
+        {**eval_pass(3, [])[0], "shuffle": False, "distributed": False, "replicas": None}
+    ]
     for value, indices in zip(values, batches, strict=True):
         events += [batch(3, indices), forward(grad=False), statistic(value, is_mean)]
     trained = train_pass(1, [[4, 5], [6, 7]] if rank else [[0, 1], [2, 3]])

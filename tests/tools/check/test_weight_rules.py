@@ -89,3 +89,25 @@ def test_a_library_that_averages_gradients_is_known_by_its_use(
     other = [e | {"grads": {"w": "h"}} if e["k"] == "prestep" else e for e in ALONE]
     used = {"k": "othergroup", **event}
     assert rules_of([used, *ALONE], [used, *other]) == rules
+
+
+@pytest.mark.parametrize(
+    ("rates", "scheduled", "found"),
+    [
+        ([0.3, 0.2, 0.1, 0.0, 0.0, 0.0], True, True),
+        ([0.0, 0.1, 0.2, 0.3, 0.2, 0.1, 0.0], True, False),  # a warm-up, and an end at 0
+        ([0.0] * 6, True, False),
+        ([0.3, 0.2, 0.1, 0.0, 0.0, 0.0], False, False),  # a player that waits for its turn
+    ],
+)
+def test_a_rate_that_a_schedule_leaves_at_0_is_named_whoever_steps_it(
+    rates: list[float], scheduled: bool, found: bool
+) -> None:
+    """A library may step a schedule once for each process, so that it is over half way."""
+    schedule = {"k": "sched", "schedule": 1, "cls": "LambdaLR", "horizon": None, "direct": False}
+    stepped = [schedule, schedule] if scheduled else []
+    events = [e for n, rate in enumerate(rates, 1) for e in [*step(n, lr=[rate]), *stepped]]
+    findings = [f for f in apply_rules(evidence_of(events, events)) if "schedule" in f.rule]
+    assert [f.evidence for f in findings] == [
+        "the learning rate is 0 in 3 of 6 steps; the schedule is stepped 12 times"
+    ] * found

@@ -81,10 +81,6 @@ class GpuQuery(ProbeEvent, kind="asked"):
     answer: bool = False
 
 
-class GpuCount(ProbeEvent, kind="counted"):
-    """The script has asked how many GPUs there are."""
-
-
 class Refusal(ProbeEvent, kind="refused"):
     """A change outside of the copy was refused."""
 
@@ -154,14 +150,13 @@ class PassStart(ProbeEvent, kind="pass"):
     built: CodeLine | None = None  # the line that made the loader
     sampler_built: CodeLine | None = None  # the line that made the sampler
     loader: int = 0  # the id of the loader
-    batcher: str = ""  # the class of the batch sampler
     loader_class: str = ""  # the class of the loader
     sampler_id: int = 0
     settable: bool = False  # whether the sampler has set_epoch
     data_settable: bool = False  # whether the data set has set_epoch
     shuffle: bool = False
     distributed: bool = False
-    replicas: int | None = None  # the number of ranks among which the sampler divides samples
+    replicas: int | None = None  # the number of ranks among which a sampler divides samples
     sampler_rank: int | None = None  # the rank whose share the sampler takes
     iterable: bool = False  # whether the data set is a stream
     drop_last: bool = False
@@ -204,6 +199,11 @@ class Draw(ProbeEvent, kind="draw"):
 
     fn: str
     state: str
+    for_sample: bool = False  # whether it was called while a data set read a sample
+
+
+class Seeding(ProbeEvent, kind="seeded"):
+    """torch's own generator was seeded."""
 
 
 class SharedFile(ProbeEvent, kind="shared"):
@@ -254,6 +254,7 @@ class Statistic(ProbeEvent, kind="statistic"):
 
     value: float
     is_mean: bool
+    count: int = 0  # the number of values of which it is made
 
 
 class Forward(ProbeEvent, kind="forward"):

@@ -6,14 +6,16 @@ two ranks only one does, and waits for the other.
 
 from __future__ import annotations
 
+import ast
 from dataclasses import replace
 
 from stepladder.tools.check.events import Forward, ScriptCollective
 from stepladder.tools.check.rank_processes import RankLaunch
 from stepladder.tools.check.rules.all_rules import apply_rules
 from stepladder.tools.check.rules.evidence import RunEvidence
-from stepladder.tools.check.rules.local_rank_0 import lines_of_local_rank_0
-from stepladder.tools.findings.finding import Finding
+from stepladder.tools.check.rules.rank_values import LOCAL_RANK, chooses_ranks
+from stepladder.tools.check.script_source import ScriptSource, lines_reached_from
+from stepladder.tools.findings.finding import Finding, Location
 
 RAN_ON_ONE_NODE = "run a second time, on one node: a collective is called by local rank 0"
 EXPLAINS_A_HANG = ("uneven-steps", "collective-order", "hang")
@@ -25,7 +27,7 @@ def needs_one_node(evidence: RunEvidence, launch: RankLaunch) -> bool:
         return False
     if not evidence.run.has_finished:
         return False
-    lines = lines_of_local_rank_0(evidence.source)
+    lines = lines_of_some_local_ranks(evidence.source)
     for _, event in evidence.run.select(ScriptCollective, Forward):
         if isinstance(event, Forward) and not event.wrapped:
             continue
@@ -42,3 +44,10 @@ def hangs_on_one_node(evidence: RunEvidence) -> list[Finding]:
             text = f"{finding.evidence}; so it is on one node, where each rank has a local rank"
             findings.append(replace(finding, evidence=text))
     return findings
+
+
+def lines_of_some_local_ranks(source: ScriptSource) -> set[Location]:
+    """Return the lines under an `if` on the local rank, and those of the functions called there."""
+    conditions = source.nodes(ast.If)
+    chosen = [pair for pair in conditions if chooses_ranks(pair[1].test, LOCAL_RANK, source)]
+    return set[Location]().union(*(lines_reached_from(source, *pair) for pair in chosen))

@@ -18,7 +18,6 @@ from stepladder.tools.check.events import (
     EnoughPasses,
     Fetch,
     Forward,
-    GpuCount,
     GroupJoined,
     LocalRankOption,
     OptimizerStep,
@@ -72,7 +71,7 @@ class LoaderPass:
     @property
     def is_divided(self) -> bool:
         """Whether a sampler, of torch or of Accelerate, divides the samples among the ranks."""
-        return (self.start.replicas or 1) > 1 or "Shard" in self.start.batcher
+        return (self.start.replicas or 1) > 1
 
     @property
     def loader_line(self) -> CodeLine | None:
@@ -261,9 +260,8 @@ class Recording:
 
     @property
     def is_for_one_node(self) -> bool:
-        """Whether a script takes its local rank for its rank, and the GPUs of a node for all."""
-        counts_gpus = bool(self.select(GpuCount))
-        return counts_gpus and self.asks_for_local_rank and not self.asks_for_all_ranks
+        """Whether a script takes its local rank for its rank."""
+        return self.asks_for_local_rank and not self.asks_for_all_ranks
 
     @cached_property
     def was_cut_short(self) -> bool:

@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from stepladder.core.errors import InputError
 from stepladder.core.python_file import parse_source
+from stepladder.tools.findings.finding import Location
 
 Node = TypeVar("Node", bound=ast.AST)
 
@@ -64,11 +65,23 @@ class SourceFile:
                 return rule in [name.strip() for name in rules]
         return False
 
-    def calls(self, *names: str) -> Iterator[ast.Call]:
-        """Yield the calls of functions and methods of these names."""
-        for call in find_nodes(self.tree, ast.Call):
-            if last_name(call.func) in names:
-                yield call
+    @cached_property
+    def imported_names(self) -> dict[str, str]:
+        """What the names stand for that the file imports: `torch.distributed` for `dist`."""
+        names: dict[str, str] = {}
+        for node in find_nodes(self.tree, ast.ImportFrom):
+            package = "." * node.level + (node.module or "")
+            names |= {a.asname or a.name: f"{package}.{a.name}" for a in node.names}
+        for statement in find_nodes(self.tree, ast.Import):
+            names |= {a.asname: a.name for a in statement.names if a.asname}
+            roots = [a.name.partition(".")[0] for a in statement.names if not a.asname]
+            names |= dict(zip(roots, roots, strict=True))
+        return names
+
+    def qualified_name(self, node: ast.AST) -> str:
+        """Return `torch.distributed.all_reduce` of `dist.all_reduce`, by what is imported."""
+        root, dot, rest = dotted_name(node).partition(".")
+        return f"{self.imported_names.get(root, root)}{dot}{rest}"
 
     @cached_property
     def parents(self) -> dict[ast.AST, ast.AST]:
@@ -111,8 +124,27 @@ class ScriptSource:
             for node in find_nodes(file.tree, kind):
                 yield file, node
 
+    @cached_property
+    def defined_names(self) -> set[str]:
+        """The functions and classes that the script defines itself."""
+        names = {node.name for _, node in self.nodes(ast.FunctionDef)}
+        return names | {node.name for _, node in self.nodes(ast.ClassDef)}
+
     def calls(self, *names: str) -> list[tuple[SourceFile, ast.Call]]:
-        return [(file, call) for file in self.files for call in file.calls(*names)]
+        """Return the calls of what libraries name so, and not the script itself."""
+        return [
+            (file, call)
+            for file, call in self.nodes(ast.Call)
+            if file.qualified_name(call.func).rpartition(".")[2] in names
+            and (last_name(call.func) not in self.defined_names or self.is_library(file, call.func))
+        ]
+
+    def is_library(self, file: SourceFile, node: ast.AST) -> bool:
+        """Return whether an expression begins with something that a library defines."""
+        root = dotted_name(node).partition(".")[0]
+        package = file.qualified_name(ast.Name(root)).partition(".")[0]
+        own_modules = {own.path.stem for own in self.files}
+        return root in file.imported_names and package not in own_modules | {""}
 
     def is_suppressed(self, rule: str, name: str, line: int) -> bool:
         file = self.file(name)
@@ -158,6 +190,26 @@ def constant_value(node: ast.AST | None) -> object:
     if isinstance(node, ast.Constant):
         return node.value
     return None
+
+
+def lines_reached_from(source: ScriptSource, file: SourceFile, node: ast.stmt) -> set[Location]:
+    """Return the lines of a statement, and of the functions that it calls, also through others."""
+    lines = locations_of(file, node)
+    known: set[str] = set()
+    nodes: list[ast.AST] = [node]
+    while nodes:
+        calls = find_nodes(nodes.pop(), ast.Call)
+        called = {last_name(call.func) for call in calls} - known
+        known |= called
+        for other, function in source.nodes(ast.FunctionDef):
+            if function.name in called:
+                nodes.append(function)
+                lines |= locations_of(other, function)
+    return lines
+
+
+def locations_of(file: SourceFile, node: ast.expr | ast.stmt) -> set[Location]:
+    return {Location(file.name, line) for line in lines_of(node)}
 
 
 def read_source(script: Path, folder: Path) -> ScriptSource:

@@ -14,10 +14,15 @@ import torch
 from torch.utils.data import get_worker_info
 from torch.utils.data._utils import fetch
 
-from stepladder.tools.check.events import Digests, Draw, Fetch
+from stepladder.tools.check.events import Digests, Draw, Fetch, Seeding
 from stepladder.tools.check.probe import digests
 from stepladder.tools.check.probe.hooks_data import base_of
-from stepladder.tools.check.probe.patching import record_user_calls, wrap
+from stepladder.tools.check.probe.patching import (
+    NestingDepth,
+    record_calls,
+    record_user_calls,
+    wrap,
+)
 from stepladder.tools.check.probe.probe_log import current_log
 from stepladder.tools.probe.events import CodeLine
 
@@ -40,10 +45,12 @@ MAX_RECORDED_INDICES = 64
 
 fetch_counts: Counter[int] = Counter()  # by the id of the fetcher
 draw_counts: Counter[CodeLine | None] = Counter()
+running_fetch = NestingDepth()
 
 
 def attach() -> None:
     start_generator()
+    record_calls([torch.random, torch], "manual_seed", lambda *_: Seeding())
     wrap(fetch._MapDatasetFetcher, "fetch", record_fetch)
     for name in DRAWING_FUNCTIONS:
         record_user_calls(torch, name, partial(draw_event, name))
@@ -71,7 +78,7 @@ def draw_event(name: str, *_: Any, generator: Any = None, **__: Any) -> Draw | N
     if draw_counts[line] > MAX_DRAWS_PER_LINE:
         return None
     state = digests.generator_state(generator or torch.default_generator)
-    return Draw(fn=name, state=state)
+    return Draw(fn=name, state=state, for_sample=running_fetch.depth > 0)
 
 
 def record_fetch(original: Any, fetcher: Any, indices: Any) -> Any:
@@ -80,7 +87,8 @@ def record_fetch(original: Any, fetcher: Any, indices: Any) -> Any:
     if fetch_counts[id(fetcher)] > MAX_FETCHES:
         return original(fetcher, indices)
     before = generator_states(fetcher.dataset)
-    batch = original(fetcher, indices)
+    with running_fetch:
+        batch = original(fetcher, indices)
     after = generator_states(fetcher.dataset)
     info = get_worker_info()
     index_list = list(indices) if isinstance(indices, list | tuple) else [indices]

@@ -16,6 +16,7 @@ from stepladder.tools.check.events import Load, Save
 from stepladder.tools.check.isolation.guard import guard_path
 from stepladder.tools.check.probe import digests
 from stepladder.tools.check.probe.hooks_files import absolute_path, path_in_copy
+from stepladder.tools.check.probe.hooks_model import called_models
 from stepladder.tools.check.probe.patching import (
     Fields,
     default_on_error,
@@ -26,24 +27,13 @@ from stepladder.tools.check.probe.patching import (
 from stepladder.tools.check.probe.probe_log import current_log, record
 from stepladder.tools.check.probe.snapshot_files import snapshot_files
 
-NAMES_OF_SETTINGS = (
-    "seed",
-    "version",
-    "world",
-    "rank",
-    "size",
-    "dim",
-    "classes",
-    "hidden",
-    "layers",
-    "vocab",
-    "heads",
-)
-NAMES_OF_POSITIONS = ("epoch", "step", "iter", "batch", "position", "global")
 RANDOM_STATE_BYTES = (5056, 16)  # of torch on a CPU, and on a GPU
+PYTHON_RANDOM_NUMBERS = 625
 MAX_RECORDED_KEYS = 20
 MAX_RECORDED_CONTENTS = 1000
 PARTS_OF_TRAINING = ("model", "optimizer", "schedule", "random", "position")
+
+last_integers: dict[tuple[str, ...], list[int]] = {}  # of what was saved last under these keys
 
 
 def attach() -> None:
@@ -114,12 +104,19 @@ def parts_of(value: Any) -> Fields:
     parts["contents"] = dict(islice(contents_of(value), MAX_RECORDED_CONTENTS))
     if isinstance(value, dict):
         parts["keys"] = sorted(map(str, value))[:MAX_RECORDED_KEYS]
-    for name, item in nested_items(value):
-        part = part_of_training(name.lower(), item)
+    integers: list[int] = []
+    for item in nested_items(value):
+        part = part_of_training(item)
         if part:
             parts[part] = True
+        elif is_integer(item):
+            integers.append(int(item))
         if part == "optimizer":
             parts["numbered"] = any(isinstance(key, int) for key in item["state"])
+    # An epoch or a step is another one each time, and a setting is not.
+    keys = tuple(parts["keys"])
+    parts["position"] = bool(integers) and integers != last_integers.get(keys)
+    last_integers[keys] = integers
     return parts
 
 
@@ -136,7 +133,7 @@ def contents_of(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
             yield from contents_of(item, f"{name}.{key}".removeprefix("."))
 
 
-def part_of_training(name: str, item: Any) -> str:
+def part_of_training(item: Any) -> str:
     """Return which part of PARTS_OF_TRAINING an item is; empty where it is none."""
     if is_weights(item) or isinstance(item, torch.nn.Module):
         return "model"
@@ -145,9 +142,7 @@ def part_of_training(name: str, item: Any) -> str:
             return "optimizer"
         if is_schedule(item):
             return "schedule"
-    if "rng" in name or "random" in name or is_random_state(item):
-        return "random"
-    return "position" if is_position(name, item) else ""
+    return "random" if is_random_state(item) else ""
 
 
 def is_schedule(item: dict[Any, Any]) -> bool:
@@ -156,34 +151,31 @@ def is_schedule(item: dict[Any, Any]) -> bool:
 
 
 def is_random_state(item: Any) -> bool:
-    is_of_bytes = isinstance(item, Tensor) and item.dtype == torch.uint8
-    return is_of_bytes and item.numel() in RANDOM_STATE_BYTES
+    """Return whether an item is a state of torch's, NumPy's or Python's generator."""
+    if isinstance(item, Tensor):
+        return item.dtype == torch.uint8 and item.numel() in RANDOM_STATE_BYTES
+    if isinstance(item, list | tuple) and len(item) > 1:
+        is_of_python = isinstance(item[1], list | tuple) and len(item[1]) == PYTHON_RANDOM_NUMBERS
+        return is_of_python or (isinstance(item[0], str) and item[0] == "MT19937")
+    return isinstance(item, dict) and "bit_generator" in item
 
 
-def is_position(name: str, item: Any) -> bool:
-    """Return whether an item is an epoch or a step.
-
-    It is a number under such a name, or an integer under a name that is not one of a setting.
-    """
-    if isinstance(item, bool):
-        return False
-    if not isinstance(item, int | float | Tensor):
-        return False
-    is_setting = any(word in name for word in NAMES_OF_SETTINGS)
-    if isinstance(item, int) and not is_setting:
-        return True
-    return any(word in name for word in NAMES_OF_POSITIONS)
+def is_integer(item: Any) -> bool:
+    if isinstance(item, Tensor):
+        return item.numel() == 1 and not item.is_floating_point() and item.dtype != torch.bool
+    return isinstance(item, int) and not isinstance(item, bool)
 
 
-def nested_items(value: Any, name: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
-    """Yield a value, and all values in nested dicts and lists, each with its name."""
-    yield name, value
+def nested_items(value: Any, depth: int = 0) -> Iterator[Any]:
+    """Yield a value, and all values in nested dicts and lists."""
+    yield value
+    items: Any = ()
     if isinstance(value, dict) and depth < 3 and is_container(value):
-        for key, item in value.items():
-            yield from nested_items(item, str(key), depth + 1)
-    elif isinstance(value, list | tuple) and depth < 2:
-        for item in value:
-            yield from nested_items(item, name, depth + 1)
+        items = value.values()
+    elif isinstance(value, list | tuple) and depth < 2 and not is_random_state(value):
+        items = value
+    for item in items:
+        yield from nested_items(item, depth + 1)
 
 
 def is_container(value: dict[Any, Any]) -> bool:
@@ -202,11 +194,8 @@ def is_weights(value: Any) -> bool:
         return False
     if not all(isinstance(key, str) for key in value):
         return False
-    if not any(map(is_parameter_name, value)):
+    known_names = called_models.names.values()
+    if not any("." in key or key in known_names for key in value):
         return False
     tensors = [item for item in value.values() if isinstance(item, Tensor)]
     return len(tensors) >= max(1, len(value) * 0.8)
-
-
-def is_parameter_name(key: str) -> bool:
-    return "." in key or key in ("weight", "bias")

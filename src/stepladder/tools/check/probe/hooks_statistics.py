@@ -25,13 +25,12 @@ class Statistics:
         self.count = 0
 
     @default_on_error(lambda: None)
-    def record(self, result: Any, is_mean: bool) -> None:
+    def record(self, result: Any, is_mean: bool, count: int = 0) -> None:
         """Record a result with one number; None, more numbers and those of a graph are left out."""
         is_number = isinstance(result, Tensor) and result.numel() == 1 and not result.is_meta
         if is_number and self.count < MAX_STATISTICS and not torch.compiler.is_compiling():
             self.count += 1
-            statistic = Statistic(value=float(result.detach()), is_mean=is_mean)
-            record(statistic)
+            record(Statistic(value=float(result.detach()), is_mean=is_mean, count=count))
 
 
 statistics = Statistics()
@@ -62,5 +61,5 @@ def record_reduction(is_mean: bool, original: Any, *args: Any, **kwargs: Any) ->
     result = original(*args, **kwargs)
     caller = sys._getframe(2)  # around the wrapper
     if current_log().is_user_file(caller.f_code.co_filename):
-        statistics.record(result, is_mean)
+        statistics.record(result, is_mean, args[0].numel())
     return result

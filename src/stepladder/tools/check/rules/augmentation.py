@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 from dataclasses import dataclass
 
 from stepladder.tools.check.events import (
@@ -15,35 +14,13 @@ from stepladder.tools.check.events import (
     OptimizerStep,
     PassEnd,
     PassStart,
+    Seeding,
 )
 from stepladder.tools.check.rules.evidence import Findings, RunEvidence, align, rank_rule, run_rule
 from stepladder.tools.check.rules.source_patterns import is_trained_on
-from stepladder.tools.check.script_source import ScriptSource, dotted_name
 from stepladder.tools.probe.events import CodeLine, ProbeEvent
 
-AUGMENTATION_NAMES = (
-    "augment",
-    "jitter",
-    "noise",
-    "noisy",
-    "crop",
-    "flip",
-    "mixup",
-    "cutout",
-    "cutmix",
-    "transform",
-    "corrupt",
-    "perturb",
-    "mask_tokens",
-)
 MIN_EQUAL_DRAWS = 3
-SEEDING_FUNCTIONS = (
-    "torch.manual_seed",
-    "set_seed",
-    "seed_everything",
-    "L.seed_everything",
-    "pl.seed_everything",
-)
 
 
 @dataclass(frozen=True)
@@ -102,7 +79,7 @@ def same_dropout(evidence: RunEvidence) -> Findings:
         if len(equal) >= MIN_EQUAL_DRAWS and len(equal) == len(pairs):
             yield evidence.finding(
                 "same-augmentation.dropout",
-                seeding_line(evidence.source) or equal[0].at,
+                seeding_line(evidence, equal[0]) or equal[0].at,
                 f"in {len(equal)} of {len(pairs)} calls of the model, {equal[0].drops} layers of "
                 f"dropout begin at the same random state on rank 0 and rank 1",
             )
@@ -114,12 +91,10 @@ def calls_with_dropout(events: list[ProbeEvent]) -> list[Forward]:
     return [event for event in events if isinstance(event, Forward) and event.random]
 
 
-def seeding_line(source: ScriptSource) -> CodeLine | None:
-    """Return the first line that seeds torch's own generator."""
-    for file, call in source.nodes(ast.Call):
-        if dotted_name(call.func) in SEEDING_FUNCTIONS:
-            return CodeLine(file.name, call.lineno)
-    return None
+def seeding_line(evidence: RunEvidence, call: Forward) -> CodeLine | None:
+    """Return the line that has seeded torch's own generator last before a call on rank 0."""
+    earlier = [event for event in evidence.rank_0.select(Seeding) if event.n < call.n]
+    return earlier[-1].at if earlier else None
 
 
 def fetch_events(evidence: RunEvidence) -> list[tuple[int, Fetch]]:
@@ -132,10 +107,10 @@ def fetch_events(evidence: RunEvidence) -> list[tuple[int, Fetch]]:
 
 
 def drawing_line(evidence: RunEvidence) -> CodeLine | None:
-    """Return the line of a data set that draws, else the line that makes the loader."""
+    """Return the line that draws for a sample, else the line that makes the loader."""
     for log in evidence.ranks:
         for event in [*log.select(Draw), *log.worker_events]:
-            if isinstance(event, Draw) and event.at and event.at.function == "__getitem__":
+            if isinstance(event, Draw) and event.for_sample:
                 return event.at
     passes = (one_pass for log in evidence.ranks for one_pass in log.training_passes)
     first_pass = next(passes, None)
@@ -143,10 +118,10 @@ def drawing_line(evidence: RunEvidence) -> CodeLine | None:
 
 
 def same_draws(evidence: RunEvidence) -> Findings:
-    """Find equal draws in the training loops of two ranks, or in functions that augment."""
+    """Find equal draws in the training loops of two ranks."""
     if not evidence.has_several_ranks:
         return
-    draws = align(augmenting_draws(log.events) for log in evidence.first_ranks)
+    draws = align(draws_for_batches(log.events) for log in evidence.first_ranks)
     pairs = [(a, b) for a, b in draws if a.at == b.at and is_for_training(evidence, a)]
     equal = [a for a, b in pairs if a.state and a.state == b.state]
     if len(equal) >= MIN_EQUAL_DRAWS and len(equal) == len(pairs):
@@ -164,8 +139,8 @@ def is_for_training(evidence: RunEvidence, draw: Draw) -> bool:
     return is_trained_on(file, draw.at.line)
 
 
-def augmenting_draws(events: list[ProbeEvent]) -> list[Draw]:
-    """Return draws between a batch and its backward pass, and those of functions that augment."""
+def draws_for_batches(events: list[ProbeEvent]) -> list[Draw]:
+    """Return the draws between a batch and its backward pass."""
     draws: list[Draw] = []
     is_after_batch = False
     for event in events:
@@ -173,15 +148,6 @@ def augmenting_draws(events: list[ProbeEvent]) -> list[Draw]:
             is_after_batch = True
         elif isinstance(event, Backward | PassStart | PassEnd | OptimizerStep):
             is_after_batch = False
-        elif (
-            isinstance(event, Draw)
-            and event.fn != "randperm"
-            and (is_after_batch or is_named_after_augmentation(event))
-        ):
+        elif is_after_batch and isinstance(event, Draw) and event.fn != "randperm":
             draws.append(event)
     return draws
-
-
-def is_named_after_augmentation(draw: Draw) -> bool:
-    function = draw.at.function.lower() if draw.at else ""
-    return any(name in function for name in AUGMENTATION_NAMES)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 from collections import Counter, defaultdict
+from collections.abc import Iterable
 from operator import ne
 from typing import Literal
 
@@ -13,6 +13,7 @@ from stepladder.tools.check.events import (
     PassStart,
     Sampled,
     ScriptCollective,
+    Statistic,
     TrimmedGather,
 )
 from stepladder.tools.check.recording import LoaderPass, RankLog
@@ -26,6 +27,7 @@ from stepladder.tools.check.rules.evidence import (
     run_rule,
 )
 from stepladder.tools.check.rules.samples import describe_drop_last, have_same_data, unread_samples
+from stepladder.tools.probe.events import ProbeEvent
 
 ReducedCount = Literal["padded", "corrected", "unknown"]
 EVENTS_AFTER_PASS = 200  # that are searched for the reduction of an evaluation's counts
@@ -64,15 +66,15 @@ def padded_evaluation(evidence: RunEvidence) -> Findings:
 def is_more_than_padding(passes: Passes, repeated: int) -> bool:
     """Return whether more samples are repeated than DistributedSampler adds to equal shares."""
     start = passes[0].start
-    return start.distributed and "Shard" not in start.batcher and repeated >= len(passes)
+    return start.distributed and repeated >= len(passes)
 
 
 def is_shared_evaluation(passes: Passes) -> bool:
     """Return whether a sampler divides the evaluated samples among the ranks."""
-    start = passes[0].start
-    is_divided = start.distributed or "Shard" in start.batcher  # Accelerate's
+    first = passes[0]
     has_indices = all(one_pass.indices is not None for one_pass in passes)
-    return are_complete(passes) and has_indices and is_divided and start.length is not None
+    is_known = has_indices and first.start.length is not None
+    return are_complete(passes) and is_known and first.is_divided
 
 
 @run_rule("samples-lost.evaluation")
@@ -185,43 +187,41 @@ def find_reduced_count(
 ) -> ReducedCount:
     """Return which number of samples the ranks added up in a pass and after it."""
     sums: Counter[int] = Counter()
-    gathers = False
-    numbers: set[int] = set()
+    collectives: list[ScriptCollective] = []
     for log, one_pass in zip(evidence.ranks, passes, strict=True):
-        collectives = collectives_of_evaluation(log, one_pass)
-        gathers |= any("gather" in event.op for event in collectives)
-        for event in collectives:
-            numbers.update(event.numbers)
-        values = [value for event in collectives for value in event.value]
-        for index, value in enumerate(values):
+        of_rank = [
+            e for e in events_of_evaluation(log, one_pass) if isinstance(e, ScriptCollective)
+        ]
+        collectives += of_rank
+        for index, value in enumerate(value for event in of_rank for value in event.value):
             sums[index] += int(value) if abs(value) < 1e15 else 0
+    numbers = {number for event in collectives for number in event.numbers}
     if len(numbers) == distinct:  # gathered by sample number, so that each sample counts once
         return "corrected"
     if padded in sums.values():
         return "padded"
-    if distinct in sums.values():
+    if distinct in sums.values() or evidence.run.select(TrimmedGather):
         return "corrected"
-    trims_what_was_gathered = gathers and trims_to_variable_length(evidence)
-    if trims_what_was_gathered or evidence.run.select(TrimmedGather):
-        return "corrected"
+    if any("gather" in event.op for event in collectives):
+        counts = counts_of_sums(events_of_evaluation(evidence.rank_0, passes[0]))
+        return "padded" if padded in counts and distinct not in counts else "corrected"
     return "unknown"
 
 
-def collectives_of_evaluation(log: RankLog, one_pass: LoaderPass) -> list[ScriptCollective]:
-    """Return the collectives in a pass, and those after it before the next pass or training."""
+def counts_of_sums(events: list[ProbeEvent]) -> Iterable[int]:
+    """Return how many values each line has added up, as in sums of what was gathered."""
+    counts: Counter[object] = Counter()
+    for event in events:
+        if isinstance(event, Statistic):
+            counts[event.at] += event.count
+    return counts.values()
+
+
+def events_of_evaluation(log: RankLog, one_pass: LoaderPass) -> list[ProbeEvent]:
+    """Return what happens in a pass, and after it before the next pass or training."""
     events = list(one_pass.events)
     for event in log.events[one_pass.index_after : one_pass.index_after + EVENTS_AFTER_PASS]:
         if isinstance(event, PassStart | Backward):
             break
         events.append(event)
-    return [event for event in events if isinstance(event, ScriptCollective)]
-
-
-def trims_to_variable_length(evidence: RunEvidence) -> bool:
-    """Return whether the source cuts something to a length that is no literal number.
-
-    So do scripts that cut gathered results to the length of the data set.
-    """
-    slices = [node for _, node in evidence.source.nodes(ast.Slice)]
-    lengths = [node.upper for node in slices if node.lower is None and node.upper is not None]
-    return not all(isinstance(length, ast.Constant) for length in lengths)
+    return events

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from stepladder.tools.check.events import Backward, BeforeStep, LocalGradients, OptimizerBuilt
 from stepladder.tools.check.recording import RankLog
 from stepladder.tools.check.rules.evidence import Findings, RunEvidence, align, rank_rule
-from stepladder.tools.check.rules.world_size import depends_on_world_size
+from stepladder.tools.check.rules.rank_values import WORLD_SIZE, depends_on
 from stepladder.tools.check.script_source import keyword_value
 
 ROUNDING_OF_GRADIENTS = 1e-3  # relative, of gradients that are exchanged in half precision
@@ -115,7 +115,7 @@ def follows_world_size(evidence: RunEvidence) -> bool:
     classes = {event.cls for event in evidence.rank_0.select(OptimizerBuilt)}
     calls = evidence.source.calls(*classes)
     rates = [keyword_value(call, "lr") or argument(call, 1) for _, call in calls]
-    return any(rate and depends_on_world_size(rate, evidence.source) for rate in rates)
+    return any(rate and depends_on(rate, WORLD_SIZE, evidence.source) for rate in rates)
 
 
 def argument(call: ast.Call, index: int) -> ast.expr | None:

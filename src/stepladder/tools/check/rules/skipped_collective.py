@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -17,13 +16,11 @@ from stepladder.tools.check.events import (
 from stepladder.tools.check.recording import RankLog
 from stepladder.tools.check.rules.evidence import RunEvidence
 from stepladder.tools.check.rules.hangs import loops_around
+from stepladder.tools.check.rules.rank_values import RANK, chooses_ranks
 from stepladder.tools.check.script_source import SourceFile, find_nodes
 from stepladder.tools.probe.events import CodeLine
 
 DDP = "DistributedDataParallel"
-CHOOSES_ONE_RANK = re.compile(
-    r"rank(\(\))? (==|!=|>) \d|not \w*rank\b|is_main|is_master", re.IGNORECASE
-)
 LEAVES_A_LOOP = (ast.Continue, ast.Break, ast.Return)
 
 
@@ -104,11 +101,18 @@ def skipped_of(
     loop = common_loop(evidence, backward, collective)
     if loop is None:
         return None
-    condition = describe_condition(evidence, collective, loop)
-    is_certain = loop.is_innermost or CHOOSES_ONE_RANK.search(condition)
+    conditions = list(conditions_of(evidence, collective, loop))
+    of_rank = [node for _, node in conditions if chooses_ranks(node.test, RANK, evidence.source)]
+    is_certain = loop.is_innermost or of_rank
     if not is_certain and not ends_as_before(earlier, collective):
         return None
-    return SkippedCollective(collective, rank, backward, condition)
+    # The innermost one that asks for the rank, or else the innermost one.
+    texts = [
+        f"`if {ast.unparse(node.test)}`, {file.name}:{node.lineno}"
+        for file, node in conditions
+        if node in of_rank or not of_rank
+    ]
+    return SkippedCollective(collective, rank, backward, next(iter(texts), ""))
 
 
 def ends_as_before(
@@ -187,25 +191,14 @@ def frames_of(event: Backward | PassStart | ScriptCollective) -> Iterator[tuple[
         yield name, int(line)
 
 
-def describe_condition(
-    evidence: RunEvidence, collective: ScriptCollective, loop: CommonLoop
-) -> str:
-    """Return the `if` that lets a rank come to a collective or not; empty where none is found.
-
-    It is the innermost one that asks for the rank, or else the innermost one.
-    """
-    conditions = [*conditions_of(evidence, collective, loop), ""]
-    return next(filter(CHOOSES_ONE_RANK.search, conditions), conditions[0])
-
-
 def conditions_of(
     evidence: RunEvidence, collective: ScriptCollective, loop: CommonLoop
-) -> Iterator[str]:
+) -> Iterator[tuple[SourceFile, ast.If]]:
     """Yield each `if` within a loop that may keep a rank from a collective, the innermost first."""
     for file, name, line in source_frames_of(evidence, collective):
         is_loop = name == loop.function and line in loop.lines
         for node in conditions_before(file, name, line, loop.backward_line + 1 if is_loop else 0):
-            yield f"`if {ast.unparse(node.test)}`, {file.name}:{node.lineno}"
+            yield file, node
         if is_loop:
             return
 

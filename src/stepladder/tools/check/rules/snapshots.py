@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 from collections import defaultdict
 from itertools import groupby
@@ -24,17 +23,14 @@ from stepladder.tools.check.events import (
     StateDictLoad,
 )
 from stepladder.tools.check.recording import RankLog, group_events
-from stepladder.tools.check.rules.best_model import is_loaded_to_go_on
 from stepladder.tools.check.rules.evidence import Findings, RunEvidence, run_rule
-from stepladder.tools.check.rules.local_rank_0 import lines_of_local_rank_0
 from stepladder.tools.check.rules.model import is_sharded
-from stepladder.tools.check.rules.source_patterns import loads_to_resume
-from stepladder.tools.check.script_source import dotted_name, lines_of
+from stepladder.tools.check.script_source import locations_of
 from stepladder.tools.findings.finding import Finding, Severity
 from stepladder.tools.probe.events import CodeLine, ProbeEvent
 
 PICKLE_LOADS = ("pickle.load", "dill.load", "joblib.load", "cPickle.load")
-TEMPORARY_SUFFIXES = (".tmp", ".part", ".partial", ".new")
+LOADS = ("torch.load", *PICKLE_LOADS)
 SNAPSHOT_PARTS = ("optimizer", "schedule", "random", "position")
 MAX_KEYS_SHOWN = 8
 SECOND = re.compile(r"(?<!\d)1\d{9}(?!\d)")  # ranks that start together name it alike
@@ -76,22 +72,8 @@ def files_of_several(evidence: RunEvidence, writers: Writers, severity: Severity
             text = f"ranks {' and '.join(map(str, ranks[:4]))} write {PurePath(path).name}"
             if not evidence.run.is_single_process and evidence.run.asks_for_local_rank:
                 text += "; each of them plays local rank 0 of a node of its own"
-                if is_of_one_node_script(evidence, events[ranks[0]]):
-                    text += ", and the script is for one node, where one of them would write"
-                    severity = "note"
             yield evidence.finding("many-writers", events[ranks[0]].at, text, severity=severity)
             return
-
-
-def is_of_one_node_script(evidence: RunEvidence, written: ProbeEvent) -> bool:
-    """Return whether local rank 0 alone writes, and the script never asks for another rank.
-
-    Such a script is meant for one node. Started on several it is wrong as well.
-    """
-    location = evidence.location(written.at)
-    if location not in lines_of_local_rank_0(evidence.source):
-        return False
-    return not evidence.run.asks_for_all_ranks
 
 
 @run_rule("resume-epoch")
@@ -150,9 +132,9 @@ def in_place(evidence: RunEvidence) -> Findings:
     logs = [*evidence.ranks, *evidence.run.other_processes]
     for log in logs:
         for path, saves in saves_in_place(log).items():
-            is_temporary = path.endswith(TEMPORARY_SUFFIXES) or path.startswith("/dev/")
             was_there = is_older_than_all_saves(logs, path)
-            text = "" if is_temporary else describe_overwriting(log, saves, was_there)
+            is_file = not path.startswith("/dev/")
+            text = describe_overwriting(log, saves, was_there) if is_file else ""
             if text:
                 yield evidence.finding("in-place-snapshot", saves[0].at, text, log.rank)
                 return
@@ -208,21 +190,6 @@ def paths_searched_before(log: RankLog, event: Save) -> set[str]:
     return {search.path for search in earlier}
 
 
-def resumes_from(evidence: RunEvidence, saved: Save) -> bool:
-    """Return whether the source loads the saved path, as it is written, under `if resume`."""
-    file = evidence.source_file(saved.at)
-    if saved.at is None or file is None:
-        return False
-    paths: set[str] = set()
-    for call in file.calls("save"):
-        if saved.at.line in lines_of(call):
-            paths.update(map(ast.unparse, call.args[1:2]))
-    loaded: set[str] = set()
-    for call in loads_to_resume(file):
-        loaded.update(map(ast.unparse, call.args[:1]))
-    return not paths.isdisjoint(loaded)
-
-
 def is_trained_after(log: RankLog, event: Save) -> bool:
     return any(e.n > event.n for e in log.select(Backward, EnoughPasses))
 
@@ -248,15 +215,13 @@ def missing_parts(evidence: RunEvidence, log: RankLog, saves: list[Save]) -> Fin
     model = models[0]
     has = {part: any(getattr(event, part) for event in saves) for part in SNAPSHOT_PARTS}
     path = model.path
-    final_path = renamed_paths(log).get(path, path)
-    is_resumed_from = not paths_searched_before(log, model).isdisjoint({path, final_path})
-    is_resumed_from = is_resumed_from or resumes_from(evidence, model)
-    is_snapshot = has["optimizer"] or has["schedule"] or has["position"] or is_resumed_from
+    paths = {path, renamed_paths(log).get(path, path)}
+    is_looked_for = not paths_searched_before(log, model).isdisjoint(paths)
+    may_be_read = (is_looked_for or has["position"]) and has_load_for_a_resume(evidence)
+    is_snapshot = has["optimizer"] or has["schedule"] or may_be_read
     missing = names_of_missing(log, has)
     if misses_other_parts(evidence, saves):
         missing.append("the other ranks' parts of the optimizer's state")
-    if "best" in file_name(model).lower():
-        is_snapshot = is_loaded_to_go_on(evidence, log, {path, final_path})
     if not is_snapshot or not missing:
         return None
     rule = "incomplete-snapshot"
@@ -269,6 +234,21 @@ def missing_parts(evidence: RunEvidence, log: RankLog, saves: list[Save]) -> Fin
         log.rank,
         "note" if missing == [STATELESS_OPTIMIZER] else None,
     )
+
+
+def has_load_for_a_resume(evidence: RunEvidence) -> bool:
+    """Return whether the script has loaded before it trained, or may do so in another run.
+
+    A file that is loaded by no such call is an export, or for a test at the end.
+    """
+    loads = evidence.run.select(Load)
+    trained = {log.rank: log.select(Backward, OptimizerStep) for log in evidence.ranks}
+    begins = {rank: min((e.n for e in events), default=0) for rank, events in trained.items()}
+    if any(event.n < begins[rank] for rank, event in loads):
+        return True
+    lines = {evidence.location(event.at) for _, event in loads}
+    calls = [(f, c) for f, c in evidence.source.calls("load") if f.qualified_name(c.func) in LOADS]
+    return any(lines.isdisjoint(locations_of(file, call)) for file, call in calls)
 
 
 def misses_other_parts(evidence: RunEvidence, saves: list[Save]) -> bool:
@@ -343,7 +323,7 @@ def unsafe_load(evidence: RunEvidence) -> Findings:
     """Find loads that run code from the file."""
     pickled = [event for _, event in evidence.run.select(Save) if event.opened]
     for file, call in evidence.source.calls("load") if pickled else ():
-        name = dotted_name(call.func)
+        name = file.qualified_name(call.func)
         if name in PICKLE_LOADS:
             line = CodeLine(file.name, call.lineno)
             text = f"{name} of what {file_name(pickled[0])} holds: weights"

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Iterator
 
 from stepladder.tools.check.script_source import SourceFile, find_nodes, last_name, lines_of
 
 DETACHES = (".item()", ".detach()", "float(", ".data", ".tolist()", ".cpu().numpy()")
 COLLECTING_METHODS = ("append", "extend", "add")
-LOADS = re.compile(r"(?:^|_)(?:load|resume|restore)(?:_|$)")
 
 
 def line_that_keeps_loss(file: SourceFile, line: int) -> int | None:
@@ -20,15 +18,21 @@ def line_that_keeps_loss(file: SourceFile, line: int) -> int | None:
         file: The file of the backward pass.
         line: A line of the call of `backward`.
     """
-    calls = (call for call in file.calls("backward") if line in lines_of(call))
-    backward = next(calls, None)
-    if backward is None or not isinstance(backward.func, ast.Attribute):
+    backward = next((call for call in backward_calls(file) if line in lines_of(call)), None)
+    if backward is None:
         return None
+    assert isinstance(backward.func, ast.Attribute)
     loss = ast.unparse(backward.func.value)
     for node in ast.walk(file.enclosing_function(backward)):
         if keeps_loss(node, loss):
             return getattr(node, "lineno", None)
     return None
+
+
+def backward_calls(file: SourceFile) -> Iterator[ast.Call]:
+    for call in find_nodes(file.tree, ast.Call):
+        if isinstance(call.func, ast.Attribute) and call.func.attr == "backward":
+            yield call
 
 
 def keeps_loss(node: ast.AST, loss: str) -> bool:
@@ -68,14 +72,6 @@ def is_detached(node: ast.AST) -> bool:
     return any(word in text for word in DETACHES)
 
 
-def assignments(node: ast.AST, name: str) -> Iterator[ast.Assign]:
-    """Yield the statements within a node that assign to a name."""
-    for statement in find_nodes(node, ast.Assign):
-        targets = [ast.unparse(target) for target in statement.targets]
-        if name in targets:
-            yield statement
-
-
 def is_trained_on(file: SourceFile, line: int) -> bool:
     """Return whether a function may train on what one of its lines assigns.
 
@@ -91,7 +87,7 @@ def is_trained_on(file: SourceFile, line: int) -> bool:
 
 def variables_of_training(file: SourceFile, scope: ast.AST) -> set[str]:
     """Return the variables on which the backward pass of a function may depend."""
-    calls = [call for call in file.calls("backward") if file.enclosing_function(call) is scope]
+    calls = [call for call in backward_calls(file) if file.enclosing_function(call) is scope]
     variables: set[str] = set()
     imported = {alias.asname or alias.name for alias in find_nodes(file.tree, ast.alias)}
     flows = list(flows_of_values(scope))
@@ -126,35 +122,16 @@ def variables_in(*nodes: ast.AST) -> set[str]:
 
 
 def prints_its_arguments(file: SourceFile, line: int) -> bool:
-    """Return whether a line prints nothing but arguments of its function, and perhaps a rank."""
+    """Return whether a line prints arguments of its function, and nothing that this computes."""
     for call in find_nodes(file.tree, ast.Call):
         function = file.enclosing_function(call)
         if line not in lines_of(call) or not isinstance(function, ast.FunctionDef):
             continue
         arguments = {node.arg for node in find_nodes(function.args, ast.arg)}
-        names = {name for name in variables_in(*call.args) if "rank" not in name}
-        if names and names <= arguments:
+        computed = {
+            node.id for node in find_nodes(function, ast.Name) if isinstance(node.ctx, ast.Store)
+        }
+        names = variables_in(*call.args)
+        if names & arguments and not names & computed:
             return True
     return False
-
-
-def loads_to_resume(file: SourceFile) -> Iterator[ast.Call]:
-    """Yield the calls that load something under an `if` that asks whether to resume."""
-    for condition in find_nodes(file.tree, ast.If):
-        if "resume" in ast.unparse(condition.test).lower():
-            yield from loads_in(condition)
-
-
-def loads_in(node: ast.AST) -> Iterator[ast.Call]:
-    """Yield the calls of `torch.load`, and of functions such as `load_checkpoint`."""
-    for call in find_nodes(node, ast.Call):
-        if LOADS.search(last_name(call.func)):
-            yield call
-
-
-def has_load(node: ast.AST) -> bool:
-    return any(loads_in(node))
-
-
-def resumes(file: SourceFile) -> bool:
-    return any(loads_to_resume(file))

@@ -7,11 +7,11 @@ import re
 from typing import Literal
 
 from stepladder.tools.check.rules.evidence import CHECK_TEXTS, Findings, source_rule
+from stepladder.tools.check.rules.rank_values import RANK, depends_on
 from stepladder.tools.check.script_source import (
     ScriptSource,
     SourceFile,
     constant_value,
-    dotted_name,
     keyword_value,
     last_name,
 )
@@ -47,10 +47,11 @@ def argument(call: ast.Call, index: int, name: str) -> ast.expr | None:
 @source_rule("fixed-port")
 def fixed_port(source: ScriptSource) -> Findings:
     """Find a port that is written into the script."""
+    groups = [call for _, call in source.calls("init_process_group")]
     for file, node in source.nodes(ast.AST):
         line = node
         port = constant_value(resolve(file, assigned_port(node)))
-        if isinstance(node, ast.Call) and last_name(node.func) == "init_process_group":
+        if isinstance(node, ast.Call) and node in groups:
             method = argument(node, 1, "init_method")
             port = port_of_url(constant_value(resolve(file, method)))
             line = method or node
@@ -78,15 +79,12 @@ def port_of_assignment(node: ast.Assign) -> ast.expr | None:
     target = node.targets[0]
     if not isinstance(target, ast.Subscript):
         return None
-    is_port = constant_value(target.slice) == "MASTER_PORT"
-    if is_port and "environ" in dotted_name(target.value):
-        return node.value
-    return None
+    return node.value if constant_value(target.slice) == "MASTER_PORT" else None
 
 
 def port_of_update(call: ast.Call) -> ast.expr | None:
     """Return the port in `os.environ.update({"MASTER_PORT": port})`, or by keyword."""
-    if last_name(call.func) != "update" or "environ" not in dotted_name(call.func):
+    if last_name(call.func) != "update":
         return None
     for table in call.args:
         if isinstance(table, ast.Dict):
@@ -115,7 +113,7 @@ def unsafe_load(source: ScriptSource) -> Findings:
     """Find loads that run code from the file."""
     for file, call in source.calls("load"):
         weights_only = constant_value(keyword_value(call, "weights_only"))
-        if dotted_name(call.func) == "torch.load" and weights_only is False:
+        if file.qualified_name(call.func) == "torch.load" and weights_only is False:
             yield finding_at("unsafe-load", file, call, "torch.load with weights_only=False")
 
 
@@ -126,7 +124,8 @@ def device_per_rank(source: ScriptSource) -> Findings:
         return
     if sets_variable(source, "CUDA_VISIBLE_DEVICES"):
         return
-    choices = [(file, node, device_choice(node)) for file, node in source.nodes(ast.AST)]
+    nodes = source.nodes(ast.AST)
+    choices = [(file, node, device_choice(node, source)) for file, node in nodes]
     if any(choice == "by rank" for _, _, choice in choices):
         return
     for file, node, choice in choices:
@@ -148,7 +147,7 @@ def sets_variable(source: ScriptSource, name: str) -> bool:
     )
 
 
-def device_choice(node: ast.AST) -> DeviceChoice:
+def device_choice(node: ast.AST, source: ScriptSource) -> DeviceChoice:
     """Return how a call or a text chooses a GPU; empty where it chooses none."""
     if isinstance(node, ast.JoinedStr):
         has_variable = any(isinstance(part, ast.FormattedValue) for part in node.values)
@@ -167,7 +166,7 @@ def device_choice(node: ast.AST) -> DeviceChoice:
     if name == "device" and len(args) > 1 and constant_value(args[0]) == "cuda":
         return constant_or_by_rank(args[1])
     if name in ("device", "to") and args:
-        return choice_of_device(args[0])
+        return choice_of_device(args[0], source)
     return ""
 
 
@@ -177,12 +176,12 @@ def constant_or_by_rank(index: ast.expr | None) -> DeviceChoice:
     return "by rank"
 
 
-def choice_of_device(device: ast.expr) -> DeviceChoice:
-    if isinstance(device, ast.Name) and "rank" in device.id:
-        return "by rank"
+def choice_of_device(device: ast.expr, source: ScriptSource) -> DeviceChoice:
     if isinstance(device, ast.IfExp):
-        choices = choice_of_device(device.body), choice_of_device(device.orelse)
+        choices = [choice_of_device(each, source) for each in (device.body, device.orelse)]
         return "by rank" if "by rank" in choices else max(choices)
+    if depends_on(device, RANK, source):
+        return "by rank"
     if not names_cuda(device):
         return ""
     # "cuda:{}".format(rank), "cuda:%d" % rank, "cuda:" + str(rank)
@@ -207,7 +206,7 @@ def cuda_only(source: ScriptSource) -> Findings:
             yield finding_at("cuda-only", file, call, text)
             return
     for file, node in source.nodes(ast.AST):
-        if device_choice(node) and "cuda" in ast.unparse(node):
+        if device_choice(node, source) and "cuda" in ast.unparse(node):
             text = f"{ast.unparse(node)[:50]}, and the script never asks whether there is a GPU"
             yield finding_at("cuda-only", file, node, text)
             return

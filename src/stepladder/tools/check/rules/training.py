@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from math import isclose
 
+from stepladder.core.numbers import format_count
 from stepladder.tools.check.events import (
     Backward,
     BeforeStep,
@@ -12,6 +13,7 @@ from stepladder.tools.check.events import (
     Forward,
     OptimizerBuilt,
     OptimizerStep,
+    ScheduleStep,
     ScriptCollective,
 )
 from stepladder.tools.check.probe_settings import NO_LOGARITHM
@@ -23,6 +25,7 @@ from stepladder.tools.probe.events import CodeLine
 
 SMALL_BATCH = 16
 MIN_DEAD_STEPS = 6
+MIN_IDLE_STEPS = 3
 MIN_UNUSED_BACKWARDS = 5
 NO_LOSS = 1e-3
 HELD_GRAPHS = 7  # backward passes in a row, after each of which one graph more is held
@@ -212,6 +215,24 @@ def has_constant_weights(steps: list[OptimizerStep]) -> bool:
     """
     first = steps[0].after
     return any(first.values()) and all(step.after == first for step in steps)
+
+
+@run_rule("schedule-per-rank")
+def rate_of_zero(evidence: RunEvidence) -> Findings:
+    """Find trainings that go on with a learning rate of 0, whoever steps the schedule."""
+    log = evidence.rank_0
+    schedule_steps = log.select(ScheduleStep)
+    for steps in group_events(log.select(OptimizerStep), "optimizer").values():
+        idle = [step for step in steps if not any(step.lr)]
+        if schedule_steps and max(MIN_IDLE_STEPS, len(steps) / 4) <= len(idle) < len(steps):
+            yield evidence.finding(
+                "schedule-per-rank",
+                schedule_steps[0].at,
+                f"the learning rate is 0 in {len(idle)} of {len(steps)} steps; the schedule is "
+                f"stepped {format_count(len(schedule_steps), 'time')}",
+                severity="warning",
+            )
+            return
 
 
 @run_rule("missing-zero-grad")

@@ -15,9 +15,9 @@ from stepladder.tools.check.events import (
 from stepladder.tools.check.recording import LoaderPass, RankLog
 from stepladder.tools.check.rules.evidence import Findings, RunEvidence, rank_rule
 from stepladder.tools.check.rules.hangs import has_left_loop_of, innermost_loop
+from stepladder.tools.check.rules.rank_values import RANK, chooses_ranks
 from stepladder.tools.check.rules.skipped_batch import find_skipped_batch
 from stepladder.tools.check.rules.skipped_collective import (
-    CHOOSES_ONE_RANK,
     find_skipped,
     is_called_in_lines,
     source_frames_of,
@@ -139,9 +139,8 @@ def test_of_rank(evidence: RunEvidence, event: PassStart | ScriptCollective) -> 
     """Return the `if` of the source that lets only some ranks come to an event, if any."""
     for file, _, line in source_frames_of(evidence, event):
         for node in find_nodes(file.tree, ast.If):
-            test = ast.unparse(node.test)
-            if line in lines_of(node) and CHOOSES_ONE_RANK.search(test):
-                return test
+            if line in lines_of(node) and chooses_ranks(node.test, RANK, evidence.source):
+                return ast.unparse(node.test)
     return ""
 
 

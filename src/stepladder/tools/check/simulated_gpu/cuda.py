@@ -186,19 +186,6 @@ class IsAvailable:
         return self.answer
 
 
-class DeviceCount:
-    """Stands in for torch.cuda.device_count, and records that the script has asked."""
-
-    def __init__(self, gpus: int) -> None:
-        self.gpus = gpus
-
-    def __call__(self) -> int:
-        from stepladder.tools.check.events import GpuCount
-
-        record_question(GpuCount())
-        return self.gpus
-
-
 def record_question(event: ProbeEvent) -> None:
     """Record a question of the user's code where a check runs it."""
     from stepladder.tools.check.probe import probe_log
@@ -250,7 +237,7 @@ def simulated_functions(gpus: int, is_available: bool | None, on_gpus: Function)
     functions |= {name: make_function(value) for name, value in CONSTANTS.items()}
     functions |= {
         "is_available": IsAvailable(is_available, on_gpus),
-        "device_count": DeviceCount(gpus),
+        "device_count": lambda: gpus,
         "set_device": current_device.set,
         "current_device": current_device.get,
         "get_device_properties": lambda device=None: DeviceProperties(),
