@@ -66,7 +66,6 @@ SET_FROM_OUTSIDE = {
     "spec.loader.exec_module": "the import system calls it",
     "storage._new_using_fd_cpu": "a patch of torch",
     "storage._share_fd_cpu_": "a patch of torch",
-    "table.bytes_read": "a reader reports its position",
     "timer.daemon": "threading.Timer takes no such argument",
     "work.has_result": "in each exchange: a method call would cost",
     "work.is_finished": "in each exchange: a method call would cost",

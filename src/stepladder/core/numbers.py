@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from numbers import Integral
 from typing import Any
@@ -43,6 +43,11 @@ def format_count(number: int, noun: str) -> str:
         return f"1 {noun}"
     ending = "es" if noun.endswith("s") else "s"
     return f"{number} {noun}{ending}"
+
+
+def format_ranks(ranks: Sequence[object]) -> str:
+    """Return ranks as part of a sentence, such as "rank 1" or "ranks 1, 2"."""
+    return f"rank{'s' * (len(ranks) != 1)} {', '.join(map(str, ranks))}"
 
 
 def validate_count(name: str, value: object, minimum: int = 1) -> None:

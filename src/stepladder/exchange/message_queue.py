@@ -24,12 +24,13 @@ from datetime import timedelta
 
 import torch
 
+from stepladder.core.numbers import format_ranks
 from stepladder.exchange.channel import Channel
 from stepladder.exchange.group_work import ProcessGuard
 from stepladder.exchange.messages import Arrival, Ending, PeerMessage, ReceivedMessage, SentMessage
 from stepladder.exchange.queue_thread import QueueThread
 from stepladder.exchange.runner import ExchangeRunner
-from stepladder.exchange.wait import format_ranks, make_loss_error
+from stepladder.exchange.wait import make_loss_error
 
 Receivers = list[ReceivedMessage]  # calls of `recv` to which no message has come, oldest first
 Endings = list[Ending]

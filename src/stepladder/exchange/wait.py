@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from time import perf_counter
 
+from stepladder.core.numbers import format_ranks
 from stepladder.core.process_count import count_cores
 from stepladder.rank.futex import wait_while_equal, wake_all
 from stepladder.rank.process_watch import ProcessWatch
@@ -261,9 +262,3 @@ class PeerWaiter:
         lost = self.names[peer] if reason in (-1, self.names[self.rank]) else reason
         self.slots[SLOT_WORDS * self.rank + LOST_WORD] = lost + 1
         return lost
-
-
-def format_ranks(ranks: Sequence[int]) -> str:
-    """Return ranks as text, such as "rank 1" or "ranks 1, 2"."""
-    noun = "rank" if len(ranks) == 1 else "ranks"
-    return f"{noun} {', '.join(map(str, ranks))}"

@@ -15,6 +15,7 @@ from typing import Any, BinaryIO
 from stepladder.core.console import make_printable
 from stepladder.core.errors import to_one_line
 from stepladder.core.jsonl import is_count
+from stepladder.core.numbers import format_ranks
 from stepladder.core.typed_file import open_to_read
 from stepladder.storage.ledger import (
     LedgerHeader,
@@ -73,9 +74,9 @@ class ProcessChange:
         parts = []
         if self.lost:
             reasons = f" ({'; '.join(self.why)})" if self.why else ""
-            parts.append(f"{describe_ranks(self.lost)} lost{reasons}")
+            parts.append(f"{format_ranks(self.lost)} lost{reasons}")
         if self.joined:
-            parts.append(f"{describe_ranks(self.joined)} joined")
+            parts.append(f"{format_ranks(self.joined)} joined")
         return f"after step {self.step}: {', '.join(parts) or 'the ranks met again'}"
 
 
@@ -354,11 +355,6 @@ def has_no_header(path: Path) -> bool:
     except (OSError, ValueError):
         return False
     return _is_torn(raw)
-
-
-def describe_ranks(ranks: list[int]) -> str:
-    """Return ranks as part of a sentence."""
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 def parse_digest(text: Any) -> int:

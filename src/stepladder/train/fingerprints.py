@@ -72,8 +72,3 @@ def find_minority(values: list[bytes]) -> list[int]:
     counts = Counter(values)
     common = max(counts, key=lambda value: (counts[value], value == values[0]))
     return [rank for rank, value in enumerate(values) if value != common]
-
-
-def format_ranks(ranks: list[int]) -> str:
-    """Return the ranks as text: "rank 1", or "ranks 1, 2"."""
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

@@ -10,12 +10,13 @@ from typing import Any
 import torch
 
 from stepladder.core.errors import InputError, to_one_line
+from stepladder.core.numbers import format_ranks
 from stepladder.core.settings import SETTING_FLAGS, Settings
 from stepladder.data.sources import BatchSource
 from stepladder.storage.run_config import find_first_difference
 from stepladder.train.broadcast import gather_texts
 from stepladder.train.comm import Comm
-from stepladder.train.fingerprints import fingerprint, fingerprint_source, format_ranks
+from stepladder.train.fingerprints import fingerprint, fingerprint_source
 from stepladder.train.job import Recipe
 
 SAMPLE_COUNT_BYTES = 8

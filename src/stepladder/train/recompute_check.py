@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from stepladder.core.errors import Corrupt, PeerLost, RanksDiffer
+from stepladder.core.numbers import format_ranks
 from stepladder.core.order import derive_seed
 from stepladder.core.plan import Span
 from stepladder.train.batch_norm import find_batch_norms
@@ -31,7 +32,6 @@ from stepladder.train.fingerprints import (
     digest,
     fingerprint,
     fingerprint_order,
-    format_ranks,
 )
 from stepladder.train.phases import REPLAYING, WAITING_FOR_RANKS
 from stepladder.train.recompute_verdict import Mismatch, MismatchReport, find_wrong_ranks

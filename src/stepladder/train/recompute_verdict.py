@@ -6,8 +6,9 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from stepladder.core.numbers import format_ranks
 from stepladder.core.plan import Span
-from stepladder.train.fingerprints import format_ranks, split_fingerprints
+from stepladder.train.fingerprints import split_fingerprints
 from stepladder.train.replica_check import ReplicasDiffer
 
 Claim = tuple[int, bytes]  # a rank, and the hashes that it computed

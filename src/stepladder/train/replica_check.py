@@ -13,14 +13,9 @@ from typing import Any, NamedTuple
 import torch
 
 from stepladder.core.errors import InputError, RanksDiffer
+from stepladder.core.numbers import format_ranks
 from stepladder.train.comm import Comm
-from stepladder.train.fingerprints import (
-    digest,
-    find_minority,
-    fingerprint,
-    format_ranks,
-    split_fingerprints,
-)
+from stepladder.train.fingerprints import digest, find_minority, fingerprint, split_fingerprints
 
 # The likely cause of each kind of difference. A kind explains those that come after it.
 LIKELY_CAUSES = {
