@@ -166,8 +166,8 @@ def show_summary(report: Report) -> None:
     if report.not_checked:
         echo(report.not_checked.output)
         echo(report.not_checked.line)
-    for note in report.notes:
-        echo(note)
+    for line in (*report.held, *report.notes):
+        echo(line)
     for line in report.isolation.lines() if report.isolation else []:
         echo(line)
     line = f"{count_severities(report.findings)}; {len(CHECK_TEXTS.rules)} rules"

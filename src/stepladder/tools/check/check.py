@@ -12,9 +12,10 @@ from stepladder.core.errors import InputError
 from stepladder.core.process_count import validate_process_count
 from stepladder.core.scratch import temporary_folder
 from stepladder.core.signals import exit_on_signals
-from stepladder.tools.check.events import ModelDivided, OptimizerStep
+from stepladder.tools.check.events import ModelDivided, OptimizerStep, Save
 from stepladder.tools.check.failure import STOPPED_BY_USER, NotChecked, choose_exit_code
 from stepladder.tools.check.fork_servers import ForkServers
+from stepladder.tools.check.held import describe_run
 from stepladder.tools.check.isolation.sandbox import Sandbox, SandboxFolders
 from stepladder.tools.check.isolation.summary import Isolation, blame_refusal, summarize
 from stepladder.tools.check.launch_style import LaunchStyle, find_styles, finds_what_is_missing
@@ -27,7 +28,7 @@ from stepladder.tools.check.local_ranks import (
 from stepladder.tools.check.probe_settings import ProbeSettings
 from stepladder.tools.check.rank_processes import RankLaunch, run_ranks
 from stepladder.tools.check.recording import Recording
-from stepladder.tools.check.relations.comparison import compare_with_one_process
+from stepladder.tools.check.relations.comparison import ComparisonWithOne, compare_with_one_process
 from stepladder.tools.check.relations.frozen_runs import FrozenScript, NotComparable
 from stepladder.tools.check.resume import compare_resumed_run
 from stepladder.tools.check.rules.all_rules import (
@@ -43,6 +44,9 @@ from stepladder.tools.check.script_runs import ScriptRun, ScriptRuns
 from stepladder.tools.check.script_source import ScriptSource, read_source
 from stepladder.tools.findings.finding import Finding, sort_by_severity
 
+# The families of rules whose findings change gradients, or shown numbers.
+CAUSES = frozenset(("data", "model", "metrics"))
+RESUME_NOT_COMPARED = "resume: not compared; to stop the script and start it again: --resume"
 # Rules that examine the source as well as the recording: a finding of one is enough.
 STATIC_AND_DYNAMIC_RULES = ("unsafe-load", "cuda-only", "no-destroy")
 
@@ -58,7 +62,7 @@ class Request:
         root: The folder that is copied, in place of the working folder.
         resume_args: More arguments for the start that resumes.
         shows_notes: Whether notes are shown that many sound scripts get.
-        relations_only: Whether relations with one process are judged in place of rules.
+        relations_only: Whether no rule is applied, so that relations alone are judged.
     """
 
     script: Path
@@ -86,6 +90,7 @@ class Report:
         findings: All findings, the most severe ones first.
         not_checked: Why the run proves nothing, if it failed or trained nothing.
         run_summary: What has run, in one line.
+        held: What held, a line for each relation.
         notes: Remarks on how the script was run.
         isolation: What the script tried to change outside of its copy.
         folder: The folder to which the files of findings are relative.
@@ -95,6 +100,7 @@ class Report:
     findings: list[Finding] = field(default_factory=list)
     not_checked: NotChecked | None = None
     run_summary: str = ""
+    held: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     isolation: Isolation | None = None
     folder: Path = Path()
@@ -205,8 +211,7 @@ class Check:
         """Return the findings that are asked for, as the user knows their files."""
         shown = []
         for finding in sort_by_severity(findings):
-            text = CHECK_TEXTS.texts.get(finding.rule)  # a relation has no rule
-            if self.request.shows_notes or text is None or not text.on_request:
+            if self.request.shows_notes or not CHECK_TEXTS.texts[finding.rule].on_request:
                 shown.append(self.style.with_shown_path(finding))
         return shown
 
@@ -243,8 +248,11 @@ class Check:
             findings += hangs_on_one_node(RunEvidence(on_one_node.recording, self.source))
             self.notes.append(RAN_ON_ONE_NODE)
         not_checked = self.reason_not_checked(run, findings)
-        if self.request.relations_only and not not_checked:
-            findings += self.find_violated_relations(run, evidence, scratch_folder)
+        held = list(describe_run(evidence))
+        if not not_checked and not has_cause(findings):
+            comparison = self.compare_with_one(run, evidence, scratch_folder)
+            findings += drop_suppressed(comparison.findings, self.source)
+            held += comparison.held
         if self.request.resume and not not_checked:
             launch = launch_in_new_copy(run.launch, scratch_folder, "again")
             resumed = compare_resumed_run(evidence, launch, self.request.resume_args)
@@ -255,31 +263,33 @@ class Check:
                 self.notes.append(resumed.note)
             if resumed.not_checked:
                 not_checked = NotChecked("resume", resumed.not_checked)
+        elif not self.request.resume and evidence.run.select(Save):
+            held.append(RESUME_NOT_COMPARED)
         self.add_findings(findings)
         return Report(
             not_checked=not_checked,
             run_summary=summarize_run(run),
+            held=held,
             notes=self.notes,
             trains_alone=run.recording.is_single_process and run.has_trained,
         )
 
-    def find_violated_relations(
+    def compare_with_one(
         self, run: ScriptRun, evidence: RunEvidence, scratch_folder: Path
-    ) -> list[Finding]:
-        """Return the relations that do not hold with frozen weights."""
+    ) -> ComparisonWithOne:
+        """Compare the ranks with one process by frozen weights, where that can be."""
         ranks = len(run.recording.ranks)
         has_steps = bool(run.recording.select(OptimizerStep))
         is_divided = bool(run.recording.select(ModelDivided))
-        if ranks < 2 or self.request.steps or not has_steps or is_divided:
-            return []
-        script = FrozenScript(run.launch, scratch_folder, ranks)
+        is_cut = bool(self.request.steps) or run.outcome.late
+        if ranks < 2 or is_cut or not has_steps or is_divided:
+            return ComparisonWithOne()
         try:
-            comparison = compare_with_one_process(script, evidence)
+            return compare_with_one_process(
+                FrozenScript(run.launch, scratch_folder, ranks), evidence
+            )
         except NotComparable as error:
-            self.notes.append(f"not compared with one process: {error}")
-            return []
-        self.notes += comparison.held
-        return drop_suppressed(comparison.findings, self.source)
+            return ComparisonWithOne(held=[f"not compared with one process: {error}"])
 
     def make_launch(
         self, scratch_folder: Path, sandbox: Sandbox, servers: ForkServers
@@ -333,6 +343,12 @@ class Check:
         elif outcome.failed and not is_explained:
             return run.failure
         return None if run.has_trained else no_training(run)
+
+
+def has_cause(findings: list[Finding]) -> bool:
+    """Return whether a rule has found what changes gradients or shown numbers."""
+    families = [CHECK_TEXTS.texts[f.rule].family for f in findings if f.severity != "note"]
+    return not CAUSES.isdisjoint(families)
 
 
 def launch_in_new_copy(launch: RankLaunch, scratch_folder: Path, name: str) -> RankLaunch:

@@ -33,6 +33,7 @@ def json_of_report(report: Report) -> str:
     }
     if report.isolation:
         fields["isolation"] = report.isolation.as_json()
+    fields["held"] = report.held
     fields["notes"] = report.notes
     fields["failed"] = ""
     if not_checked and not_checked.cause == "script":

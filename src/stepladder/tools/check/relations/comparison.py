@@ -9,10 +9,9 @@ from stepladder.tools.check.relations import gradients, shown
 from stepladder.tools.check.relations.frozen_runs import FrozenRuns, FrozenScript
 from stepladder.tools.check.relations.samples_read import are_of_one_data_set
 from stepladder.tools.check.relations.violation import Violation
-from stepladder.tools.check.rules.evidence import RunEvidence
-from stepladder.tools.findings.finding import Catalogue, Finding
+from stepladder.tools.check.rules.evidence import CHECK_TEXTS, RunEvidence
+from stepladder.tools.findings.finding import Finding
 
-RELATION_TEXTS = Catalogue("stepladder.tools.check.relations")
 MAX_FINDINGS = 12
 
 
@@ -45,9 +44,15 @@ def compare_with_one_process(script: FrozenScript, evidence: RunEvidence) -> Com
         held.append("not compared with one process: a rank reads data that one process does not")
     kinds = {violation.relation for violation in violations}
     if "gradients" not in kinds and (count := gradients.count_compared(runs)):
-        held.append(f"gradients: the mean of {format_count(count, 'step')} is that of one process")
+        held.append(
+            f"gradients: with the same weights, the mean of {format_count(count, 'step')} is that "
+            "of one process"
+        )
     if "shown-numbers" not in kinds and (count := shown.count_compared(runs)):
-        held.append(f"numbers: {format_count(count, 'line')} as on one process")
+        held.append(
+            f"numbers: with the same weights, {format_count(count, 'line')} "
+            f"{'shows' if count == 1 else 'show'} what one process shows"
+        )
     return ComparisonWithOne(
         [finding_of(one, runs, evidence) for one in violations[:MAX_FINDINGS]], held
     )
@@ -63,4 +68,4 @@ def finding_of(violation: Violation, runs: FrozenRuns, evidence: RunEvidence) ->
     # Its lines are those of the copy in which it ran.
     in_copy = RunEvidence(runs.compared, evidence.source)
     location = in_copy.location(violation.line)
-    return RELATION_TEXTS.finding(violation.relation, location, violation.evidence)
+    return CHECK_TEXTS.finding(violation.relation, location, violation.evidence)
