@@ -568,6 +568,8 @@ def test_every_rule_has_a_text_of_its_own() -> None:
         "augmented-evaluation",
         "one-rank-loss",
         "uneven-targets",
+        "gradients",
+        "shown-numbers",
     } == {rule.id for rule in CHECK_TEXTS.rules}
     assert all(
         text.what.endswith(".") and text.cause.endswith(".") and text.fix and text.example

@@ -10,7 +10,7 @@ import subprocess
 import sys
 from contextlib import suppress
 
-from stepladder.tools.check.forked_rank import Request
+from stepladder.tools.check.forked_rank import ForkRequest
 from stepladder.tools.probe.startup.sitecustomize import ATTACHED_AFTER_TORCH
 
 # -P: the user's working folder is not searched for modules.
@@ -26,7 +26,7 @@ class ForkServers:
     def __init__(self) -> None:
         self.servers: dict[int, ForkServer] = {}
 
-    def fork(self, rank: int, request: Request, output: int) -> ForkedProcess:
+    def fork(self, rank: int, request: ForkRequest, output: int) -> ForkedProcess:
         """Start the process of one rank.
 
         Args:
@@ -71,7 +71,7 @@ class ForkServer:
         self.codes: dict[int, int] = {}
         self.unread = b""
 
-    def fork(self, request: Request, output: int) -> ForkedProcess:
+    def fork(self, request: ForkRequest, output: int) -> ForkedProcess:
         with suppress(BrokenPipeError, ConnectionResetError):  # then `receive` sees the end
             request.send(self.connection, output)
         self.requests += 1
@@ -81,9 +81,11 @@ class ForkServer:
         """Learn which forks were made, and which have ended."""
         if self.is_over or not select.select([self.connection], [], [], None if wait else 0)[0]:
             return
+        reply = b""
         with suppress(ConnectionResetError):
-            self.unread += (reply := self.connection.recv(MAX_REPLY_BYTES))
+            reply = self.connection.recv(MAX_REPLY_BYTES)
         self.is_over = not reply
+        self.unread += reply
         *lines, self.unread = self.unread.split(b"\n")
         for line in lines:
             pid, *code = map(int, line.split())

@@ -37,7 +37,7 @@ SIZE = struct.Struct("!Q")
 
 
 @dataclass(frozen=True)
-class Request:
+class ForkRequest:
     """What a fork becomes.
 
     Args:
@@ -57,14 +57,14 @@ class Request:
         connection.sendall(message)
 
     @staticmethod
-    def receive(connection: socket.socket) -> tuple[Request, int]:
+    def receive(connection: socket.socket) -> tuple[ForkRequest, int]:
         """Return a request, and the descriptor of its output."""
         size, (output, *namespaces), *_ = socket.recv_fds(connection, SIZE.size, MAX_DESCRIPTORS)
         (length,) = SIZE.unpack(size)
         message = connection.recv(length, socket.MSG_WAITALL)
         fields = json.loads(message)
         entry = replace(Entry(**fields.pop("entry")), descriptors=namespaces, parent=os.getpid())
-        return Request(entry=entry, **fields), output
+        return ForkRequest(entry=entry, **fields), output
 
 
 def main(descriptor: int) -> None:
@@ -79,7 +79,7 @@ def main(descriptor: int) -> None:
     run(request)
 
 
-def fork_for_requests(connection: socket.socket) -> Request:
+def fork_for_requests(connection: socket.socket) -> ForkRequest:
     """Return the request of this process, in each fork; the server itself never returns.
 
     The server writes the process id of each fork, and later its id and its exit code.
@@ -88,7 +88,7 @@ def fork_for_requests(connection: socket.socket) -> Request:
         if connection in select.select([connection], [], [], REAP_INTERVAL_S)[0]:
             if not connection.recv(1, socket.MSG_PEEK):
                 os._exit(0)
-            request, output = Request.receive(connection)
+            request, output = ForkRequest.receive(connection)
             pid = os.fork()
             if not pid:
                 os.setsid()
@@ -114,7 +114,7 @@ def reap_children() -> list[tuple[int, int]]:
     return ended
 
 
-def run(request: Request) -> None:
+def run(request: ForkRequest) -> None:
     """Become what was asked for: enter the sandbox, attach the probe, and run the script."""
     os.environ.clear()
     os.environ.update(request.env)

@@ -29,7 +29,7 @@ from stepladder.tools.check.events import (
 )
 from stepladder.tools.check.failure import has_own_error
 from stepladder.tools.check.fork_servers import ForkedProcess, ForkServers
-from stepladder.tools.check.forked_rank import Request
+from stepladder.tools.check.forked_rank import ForkRequest
 from stepladder.tools.check.growing_files import GrowingFiles, is_blocked
 from stepladder.tools.check.isolation.sandbox import Sandbox
 from stepladder.tools.check.probe_settings import (
@@ -299,7 +299,7 @@ def start_rank(launch: RankLaunch, rank: int) -> ForkedProcess:
     root = launch.settings.original if has_namespace else launch.settings.copy
     entry = launch.sandbox.entry(launch.command(), Path(root) / launch.folder)
     arguments = [*launch.python_args, *launch.args]
-    request = Request(launch.variables(rank), entry, arguments)
+    request = ForkRequest(launch.variables(rank), entry, arguments)
     with output.open("wb") as file:
         return launch.servers.fork(rank, request, file.fileno())
 

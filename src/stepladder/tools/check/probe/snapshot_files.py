@@ -24,9 +24,11 @@ MIN_SEARCHED_BYTES = 4
 MIN_CERTAIN_BYTES = 16  # no other file holds so many by chance
 MAX_SEARCHED_BYTES = 256
 MAX_SEARCHED_WEIGHTS = 8
-MIN_BYTES_OF_UNKNOWN_FORMAT = 1 << 16  # of a file that may hold weights compressed or rounded
+MIN_BYTES_OF_UNKNOWN_FORMAT = 1 << 16  # of a file that may hold compressed weights
 SETTLED_INTERVAL_S = 0.05
 MAX_SETTLING_S = 10.0
+
+SAVED_TYPES = (None, torch.float16, torch.bfloat16)  # None: that of the weight
 
 FileState = tuple[int, int]  # its size, and when it was changed
 Files = dict[str, FileState]
@@ -62,8 +64,9 @@ class SnapshotFiles:
         files = self._wait_until_settled(files)
         changed = [path for path, state in files.items() if self.known.get(path) != state]
         self.known = files
-        pieces = list(pieces_of(parameters))
-        found = sorted(path for path in changed if holds_weights(path, pieces))
+        weights = list(parameters)
+        forms = [list(pieces_of(weights, dtype)) for dtype in SAVED_TYPES]
+        found = sorted(path for path in changed if holds_weights(path, forms))
         if found:
             current_log().write(SnapshotFound(paths=found))
         return bool(found)
@@ -103,32 +106,44 @@ def is_visible(name: str) -> bool:
     return not name.startswith((".", "__pycache__"))
 
 
-def pieces_of(parameters: Iterable[Any]) -> Iterator[bytes]:
-    """Yield some bytes of some of the weights, by which a file is known to hold them."""
+def pieces_of(parameters: Iterable[Any], dtype: torch.dtype | None) -> Iterator[bytes]:
+    """Yield some bytes of some of the weights, by which a file is known to hold them.
+
+    Args:
+        parameters: The weights.
+        dtype: The type in which they are saved; None for their own.
+    """
     found = 0
     for parameter in parameters:
         if found == MAX_SEARCHED_WEIGHTS:
             return
         local = getattr(parameter, "_local_tensor", parameter)
-        piece = bytes(digests.copy_to_cpu(local).reshape(-1).view(torch.uint8).numpy())
+        values = digests.copy_to_cpu(local).reshape(-1)[:MAX_SEARCHED_BYTES].to(dtype)
+        piece = bytes(values.view(torch.uint8).numpy())
         piece = piece[:MAX_SEARCHED_BYTES]
         if len(piece) >= MIN_SEARCHED_BYTES and len(set(piece)) > 1:
             found += 1
             yield piece
 
 
-def holds_weights(path: str, pieces: list[bytes]) -> bool:
-    """Return whether a file holds weights, or is large and of bytes that may be weights."""
+def holds_weights(path: str, forms: list[list[bytes]]) -> bool:
+    """Return whether a file holds weights, or is large and of bytes that may be weights.
+
+    Args:
+        path: The file.
+        forms: The pieces of weights, in each type in which they may be saved.
+    """
     try:
         with open(path, "rb") as file:  # noqa: PTH123
             size = os.fstat(file.fileno()).st_size
             if not size:  # cannot be mapped
                 return False
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as contents:
-                found = [piece for piece in pieces if contents.find(piece) >= 0]
-                is_certain = any(len(piece) >= MIN_CERTAIN_BYTES for piece in found)
-                if is_certain or (found and found == pieces):
-                    return True
+                for pieces in forms:
+                    found = [piece for piece in pieces if contents.find(piece) >= 0]
+                    is_certain = any(len(piece) >= MIN_CERTAIN_BYTES for piece in found)
+                    if is_certain or (found and found == pieces):
+                        return True
                 is_binary = contents.find(b"\0", 0, MAX_SEARCHED_BYTES) >= 0
                 return is_binary and size >= MIN_BYTES_OF_UNKNOWN_FORMAT
     except OSError:
