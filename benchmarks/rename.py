@@ -231,7 +231,7 @@ class Renamer(cst.CSTTransformer):
     def rename(self, text: str) -> str:
         return cst.parse_module(text).visit(self).code
 
-    def other(self, name: cst.Name, names: set[str]) -> cst.Name:
+    def substitute(self, name: cst.Name, names: set[str]) -> cst.Name:
         return name.with_changes(value=self.names[name.value]) if name.value in names else name
 
     def visit_ClassDef(self, node: cst.ClassDef) -> None:
@@ -254,13 +254,13 @@ class Renamer(cst.CSTTransformer):
         self.depth.pop()
         in_class = bool(self.depth) and self.depth[-1] == "class"
         names = self.attributes if in_class else self.variables
-        return updated.with_changes(name=self.other(original.name, names))
+        return updated.with_changes(name=self.substitute(original.name, names))
 
     def leave_Name(self, original_node: cst.Name, updated_node: cst.Name) -> cst.Name:
         # Fields of a class, and its methods, which its body may name.
         in_class = bool(self.depth) and self.depth[-1] == "class"
         is_attribute = in_class and original_node.value in self.bindings.attributes
-        return self.other(updated_node, self.attributes if is_attribute else self.variables)
+        return self.substitute(updated_node, self.attributes if is_attribute else self.variables)
 
     def leave_Attribute(
         self, original_node: cst.Attribute, updated_node: cst.Attribute
@@ -268,10 +268,10 @@ class Renamer(cst.CSTTransformer):
         attr = original_node.attr
         root = root_of(original_node.value)
         if root in self.bindings.own_modules:
-            return updated_node.with_changes(attr=self.other(attr, self.variables))
+            return updated_node.with_changes(attr=self.substitute(attr, self.variables))
         is_of_library = root in self.bindings.of_libraries
         return updated_node.with_changes(
-            attr=attr if is_of_library else self.other(attr, self.attributes)
+            attr=attr if is_of_library else self.substitute(attr, self.attributes)
         )
 
     def leave_Arg(self, original_node: cst.Arg, updated_node: cst.Arg) -> cst.Arg:
@@ -292,7 +292,7 @@ class Renamer(cst.CSTTransformer):
             return updated_node
         names = self.attributes if last in self.bindings.decorated else self.variables
         args = [
-            arg.with_changes(keyword=self.other(arg.keyword, names)) if arg.keyword else arg
+            arg.with_changes(keyword=self.substitute(arg.keyword, names)) if arg.keyword else arg
             for arg in updated_node.args
         ]
         return updated_node.with_changes(args=args)

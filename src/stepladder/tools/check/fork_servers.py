@@ -14,7 +14,7 @@ from stepladder.tools.check.forked_rank import ForkRequest
 from stepladder.tools.probe.startup.sitecustomize import ATTACHED_AFTER_TORCH
 
 # -P: the user's working folder is not searched for modules.
-COMMAND = (
+SERVER_CODE = (
     "import sys; from stepladder.tools.check import forked_rank; forked_rank.main(int(sys.argv[1]))"
 )
 MAX_REPLY_BYTES = 1 << 16
@@ -57,7 +57,7 @@ class ForkServer:
         self.connection, other = socket.socketpair()
         with other:
             self.process = subprocess.Popen(
-                [sys.executable, "-u", "-P", "-c", COMMAND, str(other.fileno())],
+                [sys.executable, "-u", "-P", "-c", SERVER_CODE, str(other.fileno())],
                 env=env,
                 stdin=subprocess.DEVNULL,
                 stdout=output,

@@ -26,14 +26,14 @@ from typing import Any
 from stepladder.tools.check.isolation.enter import Entry, enter
 from stepladder.tools.probe.startup import sitecustomize
 
-IMPORTED_MODULES = (
+PRELOADED = (
     "stepladder.tools.check.probe.at_start",
     "stepladder.tools.check.probe.attach",
     "stepladder.tools.check.simulated_gpu.patches",
 )
 MAX_DESCRIPTORS = 3  # the output, and two namespaces
 REAP_INTERVAL_S = 0.05
-SIZE = struct.Struct("!Q")
+BYTE_COUNT = struct.Struct("!Q")
 
 
 @dataclass(frozen=True)
@@ -53,14 +53,18 @@ class ForkRequest:
     def send(self, connection: socket.socket, output: int) -> None:
         """Send the request, with its output and the descriptors of its namespaces."""
         message = json.dumps(asdict(self)).encode()
-        socket.send_fds(connection, [SIZE.pack(len(message))], [output, *self.entry.descriptors])
+        socket.send_fds(
+            connection, [BYTE_COUNT.pack(len(message))], [output, *self.entry.descriptors]
+        )
         connection.sendall(message)
 
     @staticmethod
     def receive(connection: socket.socket) -> tuple[ForkRequest, int]:
         """Return a request, and the descriptor of its output."""
-        size, (output, *namespaces), *_ = socket.recv_fds(connection, SIZE.size, MAX_DESCRIPTORS)
-        (length,) = SIZE.unpack(size)
+        size, (output, *namespaces), *_ = socket.recv_fds(
+            connection, BYTE_COUNT.size, MAX_DESCRIPTORS
+        )
+        (length,) = BYTE_COUNT.unpack(size)
         message = connection.recv(length, socket.MSG_WAITALL)
         fields = json.loads(message)
         entry = replace(Entry(**fields.pop("entry")), descriptors=namespaces, parent=os.getpid())
@@ -70,7 +74,7 @@ class ForkRequest:
 def main(descriptor: int) -> None:
     """Fork a rank for each request that comes from a socket, and run the script in the fork."""
     gc.disable()  # saves a fifth of the time that torch's import takes
-    for name in IMPORTED_MODULES:
+    for name in PRELOADED:
         importlib.import_module(name)
     gc.enable()
     gc.freeze()
@@ -156,8 +160,8 @@ def forget_server() -> None:
 def run_file(path: Path) -> None:
     """Run a file as `python FILE` does."""
     module = ModuleType("__main__")
-    module.__file__ = str(path)
-    module.__loader__ = SourceFileLoader("__main__", str(path))
+    loader = SourceFileLoader("__main__", str(path))
+    vars(module).update(__file__=str(path), __loader__=loader)
     sys.modules["__main__"] = module
     exec(compile(path.read_bytes(), str(path), "exec", dont_inherit=True), vars(module))
 

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import optimizer as optimizers
+from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader
 
 from stepladder.tools.check.events import MeanGradient
@@ -110,7 +111,7 @@ class FrozenWeights:
 
 
 frozen_weights = FrozenWeights()
-reseeded_owners: set[int] = set()  # ids of loaders and samplers
+reseeded_owners: set[int] = set()  # ids of loaders, samplers and generators
 
 
 def attach(variant: str) -> None:
@@ -156,6 +157,7 @@ def shuffle_from_first_pass() -> None:
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed(OTHER_SEED)
         wrap(torch, "manual_seed", lambda original, seed: original(int(seed) + OTHER_SEED))
+        ReseededGenerators().__enter__()  # type: ignore[no-untyped-call]
 
     def iterate(original: Any, loader: Any) -> Any:
         begin()
@@ -167,15 +169,30 @@ def shuffle_from_first_pass() -> None:
     wrap_first_call(lambda _: begin())
 
 
+class ReseededGenerators(TorchFunctionMode):
+    """Gives each generator that the script passes to a function of torch other numbers, once."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        reseed_generator(kwargs.get("generator"))
+        return func(*args, **kwargs)
+
+
+def reseed_generator(generator: object) -> None:
+    if isinstance(generator, torch.Generator) and id(generator) not in reseeded_owners:
+        reseeded_owners.add(id(generator))
+        generator.manual_seed(generator.initial_seed() + OTHER_SEED)
+
+
 @default_on_error(lambda: None)
 def reseed(owner: Any) -> None:
     """Give a loader or a sampler another order, once."""
     if owner is None or id(owner) in reseeded_owners:
         return
     reseeded_owners.add(id(owner))
-    generator = getattr(owner, "generator", None)
-    if isinstance(generator, torch.Generator):
-        generator.manual_seed(generator.initial_seed() + OTHER_SEED)
+    reseed_generator(getattr(owner, "generator", None))
     if isinstance(getattr(owner, "seed", None), int):
         owner.seed += OTHER_SEED
 
