@@ -211,9 +211,9 @@ class Sandbox:
         new = sorted(
             path for path, state in list_tree(self.folder).items() if before.get(path) != state
         )
-        new = [
-            path for path in new if "/torchinductor_" not in path
-        ]  # torch's own, at its first optimizer
+        # torch's own, at its first optimizer; and where records begin, which is kept in the cache.
+        kept = "/torchinductor_", "/home/.cache"
+        new = [path for path in new if not any(text in path for text in kept)]
         ended = Ended(format_command(env, arguments), process.returncode, *text, stopped, new)
         if leftovers:
             raise ended.make_failure(f"left running: {leftovers}")

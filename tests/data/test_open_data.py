@@ -13,10 +13,11 @@ import pytest
 from data_files import CHUNK, ROWS, WRITERS, make_rows, write_parquet
 from nginx import Server, serve
 from processes import JOBS, audited, refused, run, train
-from stepladder import InputError, open_data
+from stepladder import InputError, Shards, open_data
 from stepladder.data.readers import block_cache
 from stepladder.data.readers.block_cache import BlockCache
 from stepladder.data.readers.remote import UrlFile
+from stepladder.data.shards.reader import ShardReader
 from stepladder.testing import check_source
 
 JOB = JOBS / "opened.py"
@@ -90,6 +91,20 @@ def test_info_says_what_it_is_and_how_many(served: Server, tmp_path: Path) -> No
     assert facts["columns"]["x"] == "fixed_size_list<element: float>[4]"
     shown = run("data", "info", "root/data", cwd=tmp_path).stdout
     assert "240 rows in 3 files, 12 chunks: id (int64)" in shown
+
+
+def test_shards_are_written_of_a_pattern_behind_a_url(served: Server, tmp_path: Path) -> None:
+    url = served.url + "data/*.parquet"
+    flags = ("--columns", "id,x", "--chunk-rows", 7)
+    assert run("data", "shard", url, "--out", "out", *flags, cwd=tmp_path).returncode == 0
+    again = run("data", "shard", url, "--out", "out", *flags, cwd=tmp_path)
+    assert again.stderr == "out: here already\n"
+    shards = Shards(tmp_path / "out")
+    with ShardReader(shards) as reader:
+        rows = reader.read(np.arange(len(shards)))
+    expected = make_rows()
+    assert rows["id"].tolist() == [row["id"] for row in expected]
+    np.testing.assert_array_equal(rows["x"], [row["x"] for row in expected])
 
 
 def test_over_http_each_part_is_fetched_once_by_all_processes(
