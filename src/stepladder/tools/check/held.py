@@ -15,6 +15,7 @@ from stepladder.tools.check.events import (
     ScriptCollective,
 )
 from stepladder.tools.check.rules.evidence import RunEvidence, align, are_complete
+from stepladder.tools.check.rules.model import is_sharded
 from stepladder.tools.check.rules.samples import shares_of
 
 
@@ -48,6 +49,8 @@ def describe_weights(evidence: RunEvidence) -> str:
     steps = align(log.select(BeforeStep) for log in evidence.ranks)
     if not evidence.has_several_ranks or not steps:
         return ""
+    if is_sharded(evidence.ranks):
+        return "weights: each rank holds a part of them, so gradients are not compared"
     same = sum(all(event.before == events[0].before for event in events) for events in steps)
     ranks = len(evidence.ranks)
     return f"weights: the same on {ranks} ranks before {same} of {len(steps)} recorded steps"

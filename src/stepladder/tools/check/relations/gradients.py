@@ -11,6 +11,7 @@ from stepladder.tools.check.recording import RankLog
 from stepladder.tools.check.relations.frozen_runs import FrozenRuns
 from stepladder.tools.check.relations.samples_read import training_samples
 from stepladder.tools.check.relations.violation import Violation
+from stepladder.tools.check.rules.model import is_sharded
 from stepladder.tools.probe.events import CodeLine
 
 NOISE_FACTOR = 5.0
@@ -66,7 +67,7 @@ def violations(runs: FrozenRuns) -> Iterator[Violation]:
     shuffled = read_gradients((runs.shuffled or runs.reference).ranks[0])
     samples = training_samples(runs.reference)
     compared = training_samples(runs.compared)
-    if not compared.is_of(samples):
+    if not are_comparable(runs):
         return
     moved = compared.share_moved(samples)
     for rank, log in enumerate(runs.compared.ranks):
@@ -87,9 +88,15 @@ def violations(runs: FrozenRuns) -> Iterator[Violation]:
 
 def count_compared(runs: FrozenRuns) -> int:
     """Return how many steps of one process can be compared."""
-    if not training_samples(runs.compared).is_of(training_samples(runs.reference)):
+    if not are_comparable(runs):
         return 0
     return sum(gradient.steps for gradient in read_gradients(runs.reference.ranks[0]).values())
+
+
+def are_comparable(runs: FrozenRuns) -> bool:
+    """Return whether the ranks have gradients of whole tensors, and of one process's data."""
+    is_same_data = training_samples(runs.compared).is_of(training_samples(runs.reference))
+    return is_same_data and not is_sharded(runs.compared.ranks)
 
 
 def line_of_step(log: RankLog, number: int) -> CodeLine | None:

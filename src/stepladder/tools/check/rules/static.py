@@ -28,6 +28,8 @@ LIBRARIES = (
     "transformers",
 )
 CHOOSES_DEVICES = ("Accelerator", "Fabric", "Trainer")
+# Set by a script that starts its ranks in a way of its own, such as one in each container.
+CHOOSES_RANK_OR_GPU = ("CUDA_VISIBLE_DEVICES", "WORLD_SIZE")
 MAKES_RANKS = ("init_process_group", "DistributedDataParallel", "spawn", "init_device_mesh")
 ASKS_FOR_GPUS = ("is_available", "current_accelerator", "device_count", "is_nccl_available")
 TCP_PORT = re.compile(r"tcp://[^:]*:(\d+)")
@@ -50,7 +52,7 @@ def fixed_port(source: ScriptSource) -> Findings:
     groups = [call for _, call in source.calls("init_process_group")]
     for file, node in source.nodes(ast.AST):
         line = node
-        port = constant_value(resolve(file, assigned_port(node)))
+        port = constant_value(resolve(file, value_of_variable(node, "MASTER_PORT")))
         if isinstance(node, ast.Call) and node in groups:
             method = argument(node, 1, "init_method")
             port = port_of_url(constant_value(resolve(file, method)))
@@ -66,32 +68,17 @@ def port_of_url(url: object) -> str | None:
     return match[1] if match else None
 
 
-def assigned_port(node: ast.AST) -> ast.expr | None:
-    """Return what os.environ["MASTER_PORT"] is set to by a statement or by `update`."""
-    if isinstance(node, ast.Assign):
-        return port_of_assignment(node)
-    if isinstance(node, ast.Call):
-        return port_of_update(node)
-    return None
-
-
-def port_of_assignment(node: ast.Assign) -> ast.expr | None:
-    target = node.targets[0]
-    if not isinstance(target, ast.Subscript):
+def value_of_variable(node: ast.AST, name: str) -> ast.expr | None:
+    """Return what os.environ[name] is set to by a statement or by `update`."""
+    if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Subscript):
+        return node.value if constant_value(node.targets[0].slice) == name else None
+    if not isinstance(node, ast.Call) or last_name(node.func) != "update":
         return None
-    return node.value if constant_value(target.slice) == "MASTER_PORT" else None
-
-
-def port_of_update(call: ast.Call) -> ast.expr | None:
-    """Return the port in `os.environ.update({"MASTER_PORT": port})`, or by keyword."""
-    if last_name(call.func) != "update":
-        return None
-    for table in call.args:
+    for table in node.args:
         if isinstance(table, ast.Dict):
             items = zip(table.keys, table.values, strict=True)
-            values = (value for key, value in items if constant_value(key) == "MASTER_PORT")
-            return next(values, None)
-    return keyword_value(call, "MASTER_PORT")
+            return next((value for key, value in items if constant_value(key) == name), None)
+    return keyword_value(node, name)
 
 
 def resolve(file: SourceFile, node: ast.expr | None) -> ast.expr | None:
@@ -122,9 +109,9 @@ def device_per_rank(source: ScriptSource) -> Findings:
     """Find a GPU by a constant name, where no GPU is chosen by the rank."""
     if source.calls(*CHOOSES_DEVICES) or not source.calls(*MAKES_RANKS):
         return
-    if sets_variable(source, "CUDA_VISIBLE_DEVICES"):
+    nodes = list(source.nodes(ast.AST))
+    if any(value_of_variable(node, name) for _, node in nodes for name in CHOOSES_RANK_OR_GPU):
         return
-    nodes = source.nodes(ast.AST)
     choices = [(file, node, device_choice(node, source)) for file, node in nodes]
     if any(choice == "by rank" for _, _, choice in choices):
         return
@@ -136,15 +123,6 @@ def device_per_rank(source: ScriptSource) -> Findings:
             )
             yield finding_at("device-per-rank", file, node, text)
             return
-
-
-def sets_variable(source: ScriptSource, name: str) -> bool:
-    """Return whether a statement sets a variable of the environment."""
-    targets = [node.targets[0] for _, node in source.nodes(ast.Assign)]
-    return any(
-        isinstance(target, ast.Subscript) and constant_value(target.slice) == name
-        for target in targets
-    )
 
 
 def device_choice(node: ast.AST, source: ScriptSource) -> DeviceChoice:
