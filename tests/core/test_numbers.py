@@ -111,6 +111,7 @@ FLAGS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", FLAGS)
 def test_a_command_says_so_in_one_line(tmp_path: Path, flags: tuple[str, str]) -> None:
     refused(run("train", "mlp", *flags, cwd=tmp_path), flags[0])

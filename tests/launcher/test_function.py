@@ -66,6 +66,7 @@ def test_a_closure_travels_and_an_exception_comes_back_with_its_rank_and_traceba
     assert str(raised.value).count("Traceback") == 1 and "in fails" in str(raised.value)
 
 
+@pytest.mark.slow
 def test_bad_input_and_an_early_end_are_told_apart() -> None:
     def refuses() -> None:
         raise InputError("what was found", "what to type")

@@ -45,6 +45,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case", [*list(CASES)[:1], *(pytest.param(name, marks=SLOW) for name in list(CASES)[1:])]
 )

@@ -118,6 +118,7 @@ def train_alone() -> str:
     return os.environ["RANK"]
 
 
+@pytest.mark.slow
 def test_a_function_says_that_it_is_meant_so() -> None:
     with pytest.raises(InputError, match="2 times the same") as error:
         stepladder.launch(train_alone, nproc=2)

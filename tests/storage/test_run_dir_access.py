@@ -85,6 +85,7 @@ def test_what_may_not_be_written_is_refused_when_the_directory_is_opened(
         RunDir(tmp_path, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.parametrize("put", [Path.mkdir, os.mkfifo, loop])
 def test_a_lock_that_is_no_file_is_one_line(put: Callable[[Path], None], tmp_path: Path) -> None:

@@ -100,6 +100,7 @@ def test_what_to_type_is_there(error: KnownError) -> None:
         assert set(re.findall(r"--[\w-]+", command_line)) <= flags, command_line
 
 
+@pytest.mark.slow
 def test_a_log_is_looked_through_and_each_message_told_once(
     stepladder: Any, tmp_path: Path
 ) -> None:

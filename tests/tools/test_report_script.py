@@ -36,6 +36,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "its"
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_the_record_is_that_of_the_ranks(run_dir: Path) -> None:
     record = read_script_run(run_dir)

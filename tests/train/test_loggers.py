@@ -174,6 +174,7 @@ def make_dist_info(folder: Path, name: str, value: str) -> None:
     (info / "entry_points.txt").write_text(f"[stepladder.loggers]\ncsv = {value}\n")
 
 
+@pytest.mark.slow
 def test_a_logger_that_cannot_be_imported_is_one_line_before_anything_is_written(
     tmp_path: Path,
 ) -> None:

@@ -447,6 +447,7 @@ with torch.no_grad():
 """
 
 
+@pytest.mark.slow
 def test_a_script_that_trains_nothing_has_not_passed(tmp_path: Path) -> None:
     code, report = checked(tmp_path, NO_STEP, "--sarif", "out.sarif", args=("--epochs", "0"))
     assert (code, report["ok"], report["failed"], report["findings"]) == (3, False, "", [])
