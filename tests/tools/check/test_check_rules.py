@@ -355,6 +355,7 @@ CASES: dict[str, tuple[str, Events, Events]] = {
     ),
     "two writers": ("many-writers", [SAVED | {"existed": False}], [SAVED | {"existed": False}]),
     "over the only copy": ("in-place-snapshot", [SAVED], []),
+    "NCCL alone": ("cuda-only", [{"k": "init", "direct": True, "backend": "nccl"}], []),
     "no optimizer": (
         "incomplete-snapshot",
         [LOADED, *steps(step(1, state={"w": "m"})), SAVED | {"optimizer": False, "existed": False}],
@@ -513,8 +514,6 @@ STATIC = {
     "fixed-port": "import os\nos.environ['MASTER_PORT'] = '12355'\n",
     "unsafe-load": "import torch\ntorch.load('s.pt', weights_only=False)\n",
     "device-per-rank": "dist.init_process_group()\ntorch.cuda.is_available()\nmodel.to('cuda:0')\n",
-    "cuda-only": "dist.init_process_group('nccl')\ndist.destroy_process_group()\n",
-    "set-epoch": "for epoch in range(3):\n    sampler.set_epoch(0)\n",
     "clip-scaled": "s = GradScaler()\ns.scale(loss).backward()\nclip_grad_norm_(p, 1.0)\ns.step(optimizer)\n",
 }
 

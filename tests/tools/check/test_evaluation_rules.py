@@ -143,7 +143,16 @@ def test_a_loss_by_the_number_of_backward_passes_of_a_step_is_right() -> None:
     assert rules_of(accumulated, accumulated) == ["accumulation-sync"], "each pass communicates"
 
 
-def test_results_that_a_library_has_trimmed_are_counted_once() -> None:
+@pytest.mark.parametrize(
+    ("counts", "found"), [((4, 2), True), ((4, 1), False), ((), False)], ids=str
+)
+def test_gathered_results_count_as_often_as_they_are_added_up(
+    counts: tuple[int, ...], found: bool
+) -> None:
+    """Results that are cut to the length of the data set, or of which nothing is known, are right."""
+    gathered = [COLL | {"op": "all_gather"}]
+    added = [{"k": "statistic", "value": 1.0, "is_mean": False, "count": n} for n in counts]
     ranks = [[*TRAINED, *PADDED], [*OTHERS, *eval_pass(3, [[1, 3], [0]])]]
     assert rules_of(*ranks) == ["padded-evaluation"]
-    assert rules_of([*ranks[0], {"k": "trimmed"}], ranks[1]) == []
+    both = [[*events, *gathered, *added] for events in ranks]
+    assert rules_of(*both) == ["padded-evaluation"] * found

@@ -48,7 +48,7 @@ from stepladder.tools.findings.finding import Finding, sort_by_severity
 CAUSES = frozenset(("data", "model", "metrics"))
 RESUME_NOT_COMPARED = "resume: not compared; to stop the script and start it again: --resume"
 # Rules that examine the source as well as the recording: a finding of one is enough.
-STATIC_AND_DYNAMIC_RULES = ("unsafe-load", "cuda-only", "no-destroy")
+STATIC_AND_DYNAMIC_RULES = ("unsafe-load",)
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ class Check:
         self.notes: list[str] = []
 
     def run(self) -> Report:
-        source_findings = apply_source_rules(self.source, self.request.static)
+        source_findings = apply_source_rules(self.source)
         self.add_findings(source_findings)
         report = Report(notes=self.notes)
         if not self.request.static:

@@ -134,14 +134,6 @@ class SetEpoch(ProbeEvent, kind="setepoch"):
     value: Any
 
 
-class Sampled(ProbeEvent, kind="sampled"):
-    """The script has read indices from a sampler without a loader."""
-
-    indices: list[int]
-    length: int
-    shuffle: bool
-
-
 class PassStart(ProbeEvent, kind="pass"):
     """An iteration over a loader begins."""
 
@@ -266,6 +258,7 @@ class Forward(ProbeEvent, kind="forward"):
     size: int = 0  # the number of rows of its input
     wrapped: str = ""  # the class of the wrapper that averages its gradients; empty without one
     rows: Sequence[str] = ()  # the hashes of the rows of its input
+    sums: Sequence[float] = ()  # of each row, as in Batch
     live: int = 0  # its layers of dropout and batch norm that act as in training
     moded: int = 0  # its layers that differ in training and evaluation
     moded_on: int = 0  # those that are in training mode
@@ -280,10 +273,6 @@ class OptimizerBuilt(ProbeEvent, kind="optimizer"):
     """An optimizer was built."""
 
     cls: str = ""  # its class
-
-
-class TrimmedGather(ProbeEvent, kind="trimmed"):
-    """A library has gathered results, and has left out those of samples that came twice."""
 
 
 class EvalMode(ProbeEvent, kind="eval"):

@@ -111,13 +111,6 @@ class ScriptSource:
 
     files: tuple[SourceFile, ...]
 
-    def imports(self, *packages: str) -> bool:
-        """Return whether any file imports one of these packages, or a part of it."""
-        imported: set[str] = set()
-        for file in self.files:
-            imported.update(imported_packages(file.tree))
-        return not imported.isdisjoint(packages)
-
     def nodes(self, kind: type[Node]) -> Iterator[tuple[SourceFile, Node]]:
         """Yield the nodes of one type, each with its file."""
         for file in self.files:

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from stepladder.core.after_import import call_after_import
-from stepladder.tools.check.events import TrimmedGather
-from stepladder.tools.check.probe.patching import record_calls, wrap
+from stepladder.tools.check.probe.patching import wrap
 
 # The probe gives it to a loader that is read ahead: what writes the events of later batches.
 AHEAD_ATTRIBUTE = "_stepladder_ahead"
@@ -16,11 +15,6 @@ AHEAD_ATTRIBUTE = "_stepladder_ahead"
 
 def attach() -> None:
     call_after_import("accelerate.data_loader", watch_loaders)
-    call_after_import("accelerate.accelerator", watch_gathering)
-
-
-def watch_gathering(module: Any) -> None:
-    record_calls(module.Accelerator, "gather_for_metrics", lambda *_, **__: TrimmedGather())
 
 
 def watch_loaders(module: Any) -> None:

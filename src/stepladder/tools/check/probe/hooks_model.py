@@ -177,6 +177,7 @@ def record_forward(module: Any, args: Any, kwargs: Any) -> None:
     is_recorded_fully = calls <= CALLS_RECORDED_FULLY or calls % CALLS_PER_FULL_RECORD == 0
     if keeps_graph and is_recorded_fully:
         fields["rows"] = digests.row_digests([args, kwargs])[:MAX_RECORDED_ROWS]
+        fields["sums"] = digests.row_sums([args, kwargs])
         fields |= count_layers_with_modes(module)
         if fields.get("drops"):
             fields["random"] = digests.generator_state(torch.default_generator)

@@ -31,17 +31,9 @@ def apply_rules(evidence: RunEvidence, early: bool = False) -> list[Finding]:
     return drop_consequences(drop_suppressed(unique_findings(findings), evidence.source))
 
 
-def apply_source_rules(source: ScriptSource, static: bool = True) -> list[Finding]:
-    """Return the findings of the rules that read the source alone.
-
-    Args:
-        source: The script.
-        static: Whether the script is not run, so that no other rule finds more.
-    """
-    findings: list[Finding] = []
-    for rule in source_rule.rules:
-        if static or not rule.static_only:
-            findings += rule.function(source)
+def apply_source_rules(source: ScriptSource) -> list[Finding]:
+    """Return the findings of the rules that read the source alone."""
+    findings = [finding for rule in source_rule.rules for finding in rule.function(source)]
     return drop_suppressed(findings, source)
 
 

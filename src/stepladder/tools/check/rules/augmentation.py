@@ -17,7 +17,6 @@ from stepladder.tools.check.events import (
     Seeding,
 )
 from stepladder.tools.check.rules.evidence import Findings, RunEvidence, align, rank_rule, run_rule
-from stepladder.tools.check.rules.source_patterns import is_trained_on
 from stepladder.tools.probe.events import CodeLine, ProbeEvent
 
 MIN_EQUAL_DRAWS = 3
@@ -122,7 +121,7 @@ def same_draws(evidence: RunEvidence) -> Findings:
     if not evidence.has_several_ranks:
         return
     draws = align(draws_for_batches(log.events) for log in evidence.first_ranks)
-    pairs = [(a, b) for a, b in draws if a.at == b.at and is_for_training(evidence, a)]
+    pairs = [(a, b) for a, b in draws if a.at == b.at]
     equal = [a for a, b in pairs if a.state and a.state == b.state]
     if len(equal) >= MIN_EQUAL_DRAWS and len(equal) == len(pairs):
         yield evidence.finding(
@@ -132,22 +131,23 @@ def same_draws(evidence: RunEvidence) -> Findings:
         )
 
 
-def is_for_training(evidence: RunEvidence, draw: Draw) -> bool:
-    file = evidence.source_file(draw.at)
-    if draw.at is None or file is None:
-        return True
-    return is_trained_on(file, draw.at.line)
-
-
 def draws_for_batches(events: list[ProbeEvent]) -> list[Draw]:
-    """Return the draws between a batch and its backward pass."""
+    """Return the draws between a batch and its backward pass that may change what is trained.
+
+    Those before a model is given the rows of the batch as they are do not change its input.
+    """
     draws: list[Draw] = []
-    is_after_batch = False
+    pending: list[Draw] = []
+    batch: Batch | None = None
     for event in events:
         if isinstance(event, Batch):
-            is_after_batch = True
+            batch = event
         elif isinstance(event, Backward | PassStart | PassEnd | OptimizerStep):
-            is_after_batch = False
-        elif is_after_batch and isinstance(event, Draw) and event.fn != "randperm":
-            draws.append(event)
+            draws += pending
+            pending = []
+            batch = None
+        elif batch and isinstance(event, Draw) and event.fn != "randperm":
+            pending.append(event)
+        elif batch and isinstance(event, Forward) and event.sums and event.sums == batch.sums:
+            pending = []
     return draws

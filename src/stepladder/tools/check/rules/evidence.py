@@ -107,15 +107,10 @@ R = TypeVar("R", RunRule, SourceRule)
 
 @dataclass(frozen=True)
 class Registered:
-    """A rule, and the names under which it has findings.
-
-    Args:
-        static_only: Whether a rule of a run knows more, and replaces this rule of the source.
-    """
+    """A rule, and the names under which it has findings."""
 
     function: Callable[[Any], Findings]
     names: tuple[str, ...]
-    static_only: bool = False
 
     @property
     def is_early(self) -> bool:
@@ -129,13 +124,13 @@ class Register:
     def __init__(self) -> None:
         self.rules: list[Registered] = []
 
-    def __call__(self, *names: str, static_only: bool = False) -> Callable[[R], R]:
+    def __call__(self, *names: str) -> Callable[[R], R]:
         """Return a decorator that registers a rule under names which must have texts."""
         CHECK_TEXTS.validate(names)
         order = list(CHECK_TEXTS.texts)
 
         def register(function: R) -> R:
-            self.rules.append(Registered(function, names, static_only))
+            self.rules.append(Registered(function, names))
             self.rules.sort(key=lambda rule: (not rule.is_early, order.index(rule.names[0])))
             return function
 

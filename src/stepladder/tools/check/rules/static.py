@@ -12,6 +12,7 @@ from stepladder.tools.check.script_source import (
     ScriptSource,
     SourceFile,
     constant_value,
+    find_nodes,
     keyword_value,
     last_name,
 )
@@ -19,19 +20,10 @@ from stepladder.tools.findings.finding import Finding, Location
 
 DeviceChoice = Literal["", "constant", "by rank"]  # how an expression names a GPU
 
-LIBRARIES = (
-    "accelerate",
-    "lightning",
-    "pytorch_lightning",
-    "lightning_fabric",
-    "deepspeed",
-    "transformers",
-)
 CHOOSES_DEVICES = ("Accelerator", "Fabric", "Trainer")
 # Set by a script that starts its ranks in a way of its own, such as one in each container.
 CHOOSES_RANK_OR_GPU = ("CUDA_VISIBLE_DEVICES", "WORLD_SIZE")
 MAKES_RANKS = ("init_process_group", "DistributedDataParallel", "spawn", "init_device_mesh")
-ASKS_FOR_GPUS = ("is_available", "current_accelerator", "device_count", "is_nccl_available")
 TCP_PORT = re.compile(r"tcp://[^:]*:(\d+)")
 
 
@@ -129,99 +121,41 @@ def device_choice(node: ast.AST, source: ScriptSource) -> DeviceChoice:
     """Return how a call or a text chooses a GPU; empty where it chooses none."""
     if isinstance(node, ast.JoinedStr):
         has_variable = any(isinstance(part, ast.FormattedValue) for part in node.values)
-        if has_variable and "cuda" in ast.unparse(node):
-            return "by rank"
+        return "by rank" if has_variable and names_cuda(node) else ""
+    name = last_name(node.func) if isinstance(node, ast.Call) else ""
+    if not isinstance(node, ast.Call) or name not in ("set_device", "cuda", "device", "to"):
         return ""
-    if not isinstance(node, ast.Call):
-        return ""
-    name = last_name(node.func)
     keywords = [word.value for word in node.keywords if word.arg in ("device", "index")]
-    args: list[ast.expr] = [*node.args, *keywords]
-    if name == "set_device" or (name == "cuda" and args):
-        return constant_or_by_rank(args[0] if args else None)
-    if name == "cuda" and isinstance(node.func, ast.Attribute):
-        return "constant"
-    if name == "device" and len(args) > 1 and constant_value(args[0]) == "cuda":
-        return constant_or_by_rank(args[1])
-    if name in ("device", "to") and args:
-        return choice_of_device(args[0], source)
-    return ""
-
-
-def constant_or_by_rank(index: ast.expr | None) -> DeviceChoice:
-    if isinstance(index, ast.Constant):
-        return "constant"
-    return "by rank"
-
-
-def choice_of_device(device: ast.expr, source: ScriptSource) -> DeviceChoice:
-    if isinstance(device, ast.IfExp):
-        choices = [choice_of_device(each, source) for each in (device.body, device.orelse)]
-        return "by rank" if "by rank" in choices else max(choices)
-    if depends_on(device, RANK, source):
+    args = [*node.args, *keywords]
+    takes_number = name in ("set_device", "cuda")
+    numbers = args[1 if name == "device" else 0 :] if name != "to" else []
+    devices = [] if takes_number else [part for device in args[:1] for part in choices_of(device)]
+    is_by_rank = any(is_computed_name(device) for device in devices)
+    is_by_rank |= any(depends_on(device, RANK, source) for device in devices)
+    if is_by_rank or not all(isinstance(number, ast.Constant) for number in numbers):
         return "by rank"
-    if not names_cuda(device):
-        return ""
-    # "cuda:{}".format(rank), "cuda:%d" % rank, "cuda:" + str(rank)
-    is_computed = isinstance(device, ast.Call | ast.BinOp)
-    has_variable = any(isinstance(part, ast.Name) for part in ast.walk(device))
-    return "by rank" if is_computed and has_variable else "constant"
+    return "constant" if takes_number or any(map(names_cuda, devices)) else ""
+
+
+def choices_of(device: ast.expr) -> list[ast.expr]:
+    return [device.body, device.orelse] if isinstance(device, ast.IfExp) else [device]
+
+
+def is_computed_name(device: ast.expr) -> bool:
+    """Return whether it is `"cuda:%d" % rank`, or another text that is made of a variable."""
+    has_variable = any(find_nodes(device, ast.Name))
+    return isinstance(device, ast.Call | ast.BinOp) and has_variable and names_cuda(device)
 
 
 def names_cuda(node: ast.expr) -> bool:
     return any(str(constant_value(part)).startswith("cuda") for part in ast.walk(node))
 
 
-@source_rule("cuda-only")
-def cuda_only(source: ScriptSource) -> Findings:
-    """Find a script that needs a GPU and never asks whether there is one."""
-    if source.calls(*ASKS_FOR_GPUS, *CHOOSES_DEVICES):
-        return
-    for file, call in source.calls("init_process_group"):
-        backend = constant_value(resolve(file, argument(call, 0, "backend")))
-        if "nccl" in str(backend):
-            text = "the backend is nccl, and the script never asks whether there is a GPU"
-            yield finding_at("cuda-only", file, call, text)
-            return
-    for file, node in source.nodes(ast.AST):
-        if device_choice(node, source) and "cuda" in ast.unparse(node):
-            text = f"{ast.unparse(node)[:50]}, and the script never asks whether there is a GPU"
-            yield finding_at("cuda-only", file, node, text)
-            return
-
-
-@source_rule("set-epoch", static_only=True)
-def set_epoch(source: ScriptSource) -> Findings:
-    """Find a shuffling sampler in a loop over epochs that never gets the epoch, or a constant."""
-    for file, call in source.calls("set_epoch"):
-        if call.args and isinstance(call.args[0], ast.Constant):
-            text = f"set_epoch({call.args[0].value!r}) in every epoch"
-            yield finding_at("set-epoch", file, call, text)
-            return
-    if source.calls("set_epoch") or source.imports(*LIBRARIES):
-        return
-    has_epoch_loop = any(holds_loop(loop) for _, loop in source.nodes(ast.For))
-    for file, call in source.calls("DistributedSampler"):
-        shuffle = keyword_value(call, "shuffle")
-        is_shuffled = shuffle is None or constant_value(shuffle) is True
-        if has_epoch_loop and is_shuffled:
-            text = "the sampler shuffles, and set_epoch is never called"
-            yield finding_at("set-epoch", file, call, text)
-            return
-
-
-def holds_loop(loop: ast.For) -> bool:
-    """Return whether a loop has another one in it, or calls a function that may."""
-    return any(
-        isinstance(node, ast.For | ast.Call) for part in loop.body for node in ast.walk(part)
-    )
-
-
 @source_rule("clip-scaled")
 def clip_scaled(source: ScriptSource) -> Findings:
     """Find gradients that are clipped while they are scaled. A run on a CPU scales nothing."""
     scales_loss = source.calls("GradScaler") and source.calls("scale")
-    if not scales_loss or source.calls("unscale_") or source.imports(*LIBRARIES):
+    if not scales_loss or source.calls("unscale_"):
         return
     for file, call in source.calls("clip_grad_norm_", "clip_grad_value_"):
         text = "a GradScaler scales the loss, and no file of the script calls unscale_"

@@ -15,12 +15,12 @@ from stepladder.tools.check.events import (
     OptimizerStep,
     ScheduleStep,
     ScriptCollective,
+    Statistic,
 )
 from stepladder.tools.check.probe_settings import NO_LOGARITHM
 from stepladder.tools.check.recording import RankLog, group_events
 from stepladder.tools.check.rules.evidence import Findings, RunEvidence, align, rank_rule, run_rule
 from stepladder.tools.check.rules.model import exchanges_gradients, is_sharded
-from stepladder.tools.check.rules.source_patterns import line_that_keeps_loss
 from stepladder.tools.probe.events import CodeLine
 
 SMALL_BATCH = 16
@@ -315,20 +315,17 @@ def graph_kept(evidence: RunEvidence) -> Findings:
         if len(growing) >= HELD_GRAPHS:
             yield evidence.finding(
                 "graph-kept",
-                recorded_line_that_keeps_loss(evidence, growing[0].at) or growing[0].at,
+                line_of_loss(evidence, growing[0]) or growing[0].at,
                 f"after {len(growing)} backward passes in a row the graphs of all "
                 f"{growing[-1].alive} earlier losses are still in memory",
             )
             return
 
 
-def recorded_line_that_keeps_loss(
-    evidence: RunEvidence, backward: CodeLine | None
-) -> CodeLine | None:
-    """Return the line that keeps the loss of this backward pass, or None."""
-    file = evidence.source_file(backward)
-    line = line_that_keeps_loss(file, backward.line) if backward and file else None
-    return CodeLine(backward.file, line) if backward and line else None
+def line_of_loss(evidence: RunEvidence, backward: Backward) -> CodeLine | None:
+    """Return the line that has computed a number last before a backward pass."""
+    earlier = [event for event in evidence.rank_0.select(Statistic) if event.n < backward.n]
+    return earlier[-1].at if earlier else None
 
 
 @run_rule("clip-before-average")
