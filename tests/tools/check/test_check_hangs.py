@@ -113,3 +113,38 @@ def test_paths_beside_the_working_folder_lead_to_the_users_own_files(tmp_path: P
     (tmp_path / "work" / "train.py").write_text(BESIDE)
     with started("check", "--json", "train.py", cwd=tmp_path / "work") as running:
         assert running.end() == 0, running.out.read_text()
+
+
+RACE = """
+import pathlib, sys
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo")
+rank, late = dist.get_rank(), int(sys.argv[1])
+model = DistributedDataParallel(torch.nn.Linear(2, 1))
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for number in range(3):
+    optimizer.zero_grad()
+    model(torch.full((4, 2), 1.0 + rank + 2 * number)).square().mean().backward()
+    optimizer.step()
+while rank == late and not pathlib.Path("there").exists():
+    pass
+torch.save(model.module.state_dict(), "weights.pt")
+scores = torch.zeros(53 - rank)
+if rank != late:
+    pathlib.Path("there").touch()
+dist.all_gather([torch.zeros_like(scores) for _ in range(2)], scores)
+"""
+
+
+@pytest.mark.slow
+def test_a_report_is_the_same_whichever_rank_is_first(tmp_path: Path) -> None:
+    """Both write one file, and then gather tensors of two sizes."""
+    (tmp_path / "race.py").write_text(RACE)
+    reports = []
+    for late in ("0", "1", "1"):
+        report = json.loads(run("check", "--json", "race.py", late, cwd=tmp_path).stdout)
+        reports.append((report["findings"], report["not_checked"], report["ran"]))
+    assert reports[0] == reports[1] == reports[2]
+    assert {finding["rule"] for finding in reports[0][0]} == {"many-writers", "collective-order"}
