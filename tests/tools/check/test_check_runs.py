@@ -239,6 +239,7 @@ def test_the_tutorials_kind_of_script_is_named_in_all_its_faults_with_their_line
     assert "torch.rand" in lines_by_rule["own-task"]
     assert set(lines_by_rule) == {
         "in-place-snapshot", "incomplete-snapshot", "resume-epoch", "learns-nothing", "cuda-only", "own-task",
+        *(["many-writers"] if "RANK'" in save else []),  # only a script that asks for its rank runs on two nodes
     }  # fmt: skip
 
 
@@ -413,7 +414,6 @@ def test_a_script_and_its_fixed_twin_are_told_apart(name: str, tmp_path: Path) -
         ("optimizer-left-out", "incomplete-snapshot"),
         ("padded-evaluation", "padded-evaluation"),
         ("resume-repeats-epoch", "resume-epoch"),
-        ("same-augmentation", "same-augmentation"),
         ("save-by-local-rank", "many-writers"),
         ("schedule", "schedule-per-rank"),
         ("set-epoch", "set-epoch"),
