@@ -134,6 +134,14 @@ class SetEpoch(ProbeEvent, kind="setepoch"):
     value: Any
 
 
+class Sampled(ProbeEvent, kind="sampled"):
+    """The script has read indices from a sampler without a loader."""
+
+    indices: list[int]
+    length: int
+    shuffle: bool
+
+
 class PassStart(ProbeEvent, kind="pass"):
     """An iteration over a loader begins."""
 
