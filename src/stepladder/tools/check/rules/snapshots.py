@@ -237,14 +237,14 @@ def missing_parts(evidence: RunEvidence, log: RankLog, saves: list[Save]) -> Fin
 
 
 def has_load_for_a_resume(evidence: RunEvidence) -> bool:
-    """Return whether the script has loaded before it trained, or may do so in another run.
+    """Return whether the script has trained after a load, or may do so in another run.
 
     A file that is loaded by no such call is an export, or for a test at the end.
     """
     loads = evidence.run.select(Load)
     trained = {log.rank: log.select(Backward, OptimizerStep) for log in evidence.ranks}
-    begins = {rank: min((e.n for e in events), default=0) for rank, events in trained.items()}
-    if any(event.n < begins[rank] for rank, event in loads):
+    ends = {rank: max((e.n for e in events), default=0) for rank, events in trained.items()}
+    if any(event.n < ends[rank] for rank, event in loads):
         return True
     lines = {evidence.location(event.at) for _, event in loads}
     calls = [(f, c) for f, c in evidence.source.calls("load") if f.qualified_name(c.func) in LOADS]

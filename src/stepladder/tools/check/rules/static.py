@@ -23,7 +23,13 @@ DeviceChoice = Literal["", "constant", "by rank"]  # how an expression names a G
 CHOOSES_DEVICES = ("Accelerator", "Fabric", "Trainer")
 # Set by a script that starts its ranks in a way of its own, such as one in each container.
 CHOOSES_RANK_OR_GPU = ("CUDA_VISIBLE_DEVICES", "WORLD_SIZE")
-MAKES_RANKS = ("init_process_group", "DistributedDataParallel", "spawn", "init_device_mesh")
+MAKES_RANKS = (
+    "init_process_group",
+    "DistributedDataParallel",
+    "spawn",
+    "start_processes",
+    "init_device_mesh",
+)
 TCP_PORT = re.compile(r"tcp://[^:]*:(\d+)")
 
 
