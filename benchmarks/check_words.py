@@ -174,27 +174,27 @@ def findings(answer: dict[str, Any], origins: list[int | None] | None = None) ->
 
 
 def numbers(script: dict[str, Any], text: str) -> list[str]:
-    """What a script prints, as numbers, and its exit code."""
+    """What a script prints until it ends or its time is over, as numbers, and its exit code."""
+    args = script.get("args", [])
+    args = args.split() if isinstance(args, str) else [str(arg) for arg in args]
+    nproc = str(script.get("nproc", 2))
+    start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", nproc]
+    start = [] if script.get("launcher") == "python" else start
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, script["file"]).write_text(text)
-        args = script.get("args", [])
-        args = args.split() if isinstance(args, str) else [str(arg) for arg in args]
-        start = [
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node",
-            str(script.get("nproc", 2)),
-        ]
-        start = [] if script.get("launcher") == "python" else start
-        try:
-            ran = subprocess.run(
-                [sys.executable, *start, script["file"], *args], cwd=folder, capture_output=True, text=True,
-                check=False, timeout=TIMEOUT_S, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        output = Path(folder, "output")
+        with output.open("w") as file:  # no pipe, which a rank that is left would hold open
+            running = subprocess.Popen(
+                [sys.executable, *start, script["file"], *args], cwd=folder, stdout=file,
+                stderr=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"},
             )  # fmt: skip
-        except subprocess.TimeoutExpired:
-            return ["late"]
-    return [*sorted(NUMBER.findall(ran.stdout)), str(ran.returncode)]
+            try:
+                code = str(running.wait(TIMEOUT_S))
+            except subprocess.TimeoutExpired:
+                running.terminate()  # torchrun ends its ranks
+                running.wait()
+                code = "late"
+        return [*sorted(NUMBER.findall(output.read_text())), code]
 
 
 def prints_the_same(script: dict[str, Any], text: str, renamed: str) -> bool:
