@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 
 import stepladder
+from stepladder.cli.check import show_report
+from stepladder.tools.check.check import Report
 from stepladder.tools.check.rules import all_rules
 from stepladder.tools.check.rules.evidence import CHECK_TEXTS, run_rule, source_rule
-from stepladder.tools.findings.finding import Catalogue, RuleText
+from stepladder.tools.findings.finding import Catalogue, Location, RuleText
 from stepladder.tools.lint.lint import LINT_RULES
 
 TOOLS = Path(stepladder.__file__).parent / "tools"
@@ -66,3 +68,11 @@ def test_every_rule_of_check_has_a_script_in_the_corpus() -> None:
     assert {rule for script in named for rule in script["rules"]} == {
         rule.id for rule in CHECK_TEXTS.rules
     }
+
+
+def test_the_twelve_most_serious_findings_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    findings = [CHECK_TEXTS.finding("hang", Location("a.py", line), "seen") for line in range(14)]
+    show_report(Report(findings=findings), as_json=False)
+    shown = capsys.readouterr().out
+    assert shown.count("error hang: a.py:") == 12
+    assert "2 errors, 0 warnings, 0 notes more: --json has all\n" in shown

@@ -23,6 +23,8 @@ from stepladder.tools.check.rules.evidence import CHECK_TEXTS
 from stepladder.tools.findings.render import count_severities
 from stepladder.train.job_source import validate_not_job
 
+MAX_SHOWN_FINDINGS = 12
+
 
 @dataclass(frozen=True)
 class CheckFlags:
@@ -138,12 +140,14 @@ def split_arguments(text: str) -> tuple[str, ...]:
 
 
 def show_report(report: Report, as_json: bool) -> None:
-    """Print a report, the most serious finding first, or as JSON."""
+    """Print a report, the most serious findings first, or all of it as JSON."""
     if as_json:
         echo(json_of_report(report))
         return
-    for finding in report.findings:
+    for finding in report.findings[:MAX_SHOWN_FINDINGS]:
         show_finding(finding)
+    if more := report.findings[MAX_SHOWN_FINDINGS:]:
+        echo(f"{count_severities(more)} more: --json has all")
     show_summary(report)
 
 

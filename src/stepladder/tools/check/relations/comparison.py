@@ -12,8 +12,6 @@ from stepladder.tools.check.relations.violation import Violation
 from stepladder.tools.check.rules.evidence import CHECK_TEXTS, RunEvidence
 from stepladder.tools.findings.finding import Finding
 
-MAX_FINDINGS = 12
-
 
 @dataclass(frozen=True)
 class ComparisonWithOne:
@@ -53,9 +51,7 @@ def compare_with_one_process(script: FrozenScript, evidence: RunEvidence) -> Com
             f"numbers: with the same weights, {format_count(count, 'line')} "
             f"{'shows' if count == 1 else 'show'} what one process shows"
         )
-    return ComparisonWithOne(
-        [finding_of(one, runs, evidence) for one in violations[:MAX_FINDINGS]], held
-    )
+    return ComparisonWithOne([finding_of(one, runs, evidence) for one in violations], held)
 
 
 def violations_of(runs: FrozenRuns) -> list[Violation]:
