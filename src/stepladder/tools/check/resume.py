@@ -132,9 +132,11 @@ def compare_resumed_run(
         resumed = read_recording(outcome.folder, original, copy)
         if outcome.failed:
             return ResumeReport([failed_resume(evidence, resumed, outcome)])
-        earlier = report.findings
+        by_key = {finding.key: finding for finding in report.findings}
         report = compare(evidence, before, resumed)
-        report = replace(report, findings=[*earlier, *report.findings])
+        for finding in report.findings:
+            by_key.setdefault(finding.key, finding)  # the first resume's, where both show it
+        report = replace(report, findings=list(by_key.values()))
         # After other samples or rates, all that follows is another run.
         goes_on_alike = all(finding.rule == WEIGHTS_DIFFER for finding in report.findings)
         if report.not_checked or not goes_on_alike:
