@@ -185,13 +185,13 @@ def test_a_script_without_a_mistake_holds_all_relations(
     report = run_check(tmp_path, SCRIPT.format(**RIGHT), monkeypatch)
     assert (report.findings, report.not_checked) == ([], None)
     assert report.held == [
-        "samples: 96 samples, each once in each of 3 epochs",
+        "samples: 96 samples, each once an epoch, in 3 epochs",
         "weights: the same on 2 ranks before 18 of 18 recorded steps",
         "learning rate: 0.1, the same on all ranks",
         "calls: 3 collectives in the same order on all ranks",
         "training: 4 of 4 weight tensors changed; no loss or gradient is nan",
         "gradients: with the same weights, the mean of 24 steps is that of one process",
-        "numbers: with the same weights, 1 line shows what one process shows",
+        "numbers: with the same weights, 1 line as on one process",
     ]
 
 

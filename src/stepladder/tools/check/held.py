@@ -39,9 +39,11 @@ def describe_samples(evidence: RunEvidence) -> str:
         return ""
     counts = [Counter(sample for share in shares for sample in share) for shares in known]
     times = {number for count in counts for number in count.values()}
-    often = "once" if times == {1} else f"{min(times)} to {max(times)} times"
-    epochs = f"each of {len(known)} epochs" if len(known) > 1 else "an epoch"
-    return f"samples: {format_count(len(counts[0]), 'sample')}, each {often} in {epochs}"
+    often = f"{min(times)} to {max(times)} times"
+    if times == {1}:
+        often = "once"
+    epochs = format_count(len(known), "epoch")
+    return f"samples: {format_count(len(counts[0]), 'sample')}, each {often} an epoch, in {epochs}"
 
 
 def describe_weights(evidence: RunEvidence) -> str:
@@ -63,8 +65,9 @@ def describe_rates(evidence: RunEvidence) -> str:
     path = f"{rates[0][0]:g}"
     if len(set(rates[0])) > 1:
         path += f" to {rates[0][-1]:g}"
-    where = "the same on all ranks" if rates.count(rates[0]) == len(rates) else "on rank 0"
-    return f"learning rate: {path}, {where}"
+    if rates.count(rates[0]) == len(rates):
+        return f"learning rate: {path}, the same on all ranks"
+    return f"learning rate: {path} on rank 0"
 
 
 def rates_of(steps: Sequence[OptimizerStep]) -> list[float]:
@@ -100,7 +103,9 @@ def describe_learning(evidence: RunEvidence) -> str:
         return ""
     changed = sum(before[name] != after[name] for name in compared)
     line = f"training: {changed} of {format_count(len(compared), 'weight tensor')} changed"
-    return line if evidence.run.select(NotFinite) else f"{line}; no loss or gradient is nan"
+    if not evidence.run.select(NotFinite):
+        line += "; no loss or gradient is nan"
+    return line
 
 
 DESCRIBED = (

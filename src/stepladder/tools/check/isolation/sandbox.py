@@ -46,6 +46,7 @@ CACHE_FOLDERS = {
     "TRITON_CACHE_DIR": "triton",
     "NUMBA_CACHE_DIR": "numba",
     "MPLCONFIGDIR": "matplotlib",
+    "TORCHINDUCTOR_CACHE_DIR": "inductor",
 }
 
 
@@ -169,18 +170,22 @@ class Sandbox:
         )
 
     def variables(self) -> dict[str, str]:
-        """Return the variables by which the ranks have a writable temporary folder."""
+        """Return the variables by which the ranks have folders that they may write.
+
+        All starts of a check share the caches, so that a script is compiled once.
+        """
+        caches = self.folders.scratch / "caches"
+        variables = {
+            name: str(caches / folder)
+            for name, folder in CACHE_FOLDERS.items()
+            if name not in os.environ
+        }
         temporary = os.path.realpath(tempfile.gettempdir())
-        if is_below(temporary, (*self.upper_layers, *self.writable)):
-            return {}
         new_temporary = self.folders.scratch / "tmp"
-        if len(os.fsencode(new_temporary)) > MAX_TEMPORARY_FOLDER_BYTES:
-            return {}
-        new_temporary.mkdir(exist_ok=True)
-        variables = {"TMPDIR": str(new_temporary)}
-        for name, folder in CACHE_FOLDERS.items():
-            if name not in os.environ:
-                variables[name] = str(new_temporary / folder)
+        is_writable = is_below(temporary, (*self.upper_layers, *self.writable))
+        if not is_writable and len(os.fsencode(new_temporary)) <= MAX_TEMPORARY_FOLDER_BYTES:
+            new_temporary.mkdir(exist_ok=True)
+            variables["TMPDIR"] = str(new_temporary)
         return variables
 
     def read_changes(self) -> list[FolderChanges]:

@@ -48,8 +48,7 @@ def compare_with_one_process(script: FrozenScript, evidence: RunEvidence) -> Com
         )
     if "shown-numbers" not in kinds and (count := shown.count_compared(runs)):
         held.append(
-            f"numbers: with the same weights, {format_count(count, 'line')} "
-            f"{'shows' if count == 1 else 'show'} what one process shows"
+            f"numbers: with the same weights, {format_count(count, 'line')} as on one process"
         )
     return ComparisonWithOne([finding_of(one, runs, evidence) for one in violations], held)
 
