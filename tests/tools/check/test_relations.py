@@ -158,7 +158,7 @@ WRONG = {
     ),
     "a gradient that one rank keeps for itself": (
         "gradients",
-        {"after_backward": "net[0].weight.grad.mul_(1 + rank)"},
+        {"after_backward": "net[0].weight.grad.mul_(1 + 9 * rank)"},
     ),
     "counts that are not added up": ("shown-numbers", {"reduction": "dist.all_reduce(total[:1])"}),
     "a sum over the ranks that is squared": (

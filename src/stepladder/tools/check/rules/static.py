@@ -108,7 +108,7 @@ def device_per_rank(source: ScriptSource) -> Findings:
     if source.calls(*CHOOSES_DEVICES) or not source.calls(*MAKES_RANKS):
         return
     nodes = list(source.nodes(ast.AST))
-    if any(value_of_variable(node, name) for _, node in nodes for name in CHOOSES_RANK_OR_GPU):
+    if any(chooses_rank_or_gpu(node) for _, node in nodes):
         return
     choices = [(file, node, device_choice(node, source)) for file, node in nodes]
     if any(choice == "by rank" for _, _, choice in choices):
@@ -123,6 +123,10 @@ def device_per_rank(source: ScriptSource) -> Findings:
             return
 
 
+def chooses_rank_or_gpu(node: ast.AST) -> bool:
+    return any(value_of_variable(node, name) for name in CHOOSES_RANK_OR_GPU)
+
+
 def device_choice(node: ast.AST, source: ScriptSource) -> DeviceChoice:
     """Return how a call or a text chooses a GPU; empty where it chooses none."""
     if isinstance(node, ast.JoinedStr):
@@ -134,13 +138,20 @@ def device_choice(node: ast.AST, source: ScriptSource) -> DeviceChoice:
     keywords = [word.value for word in node.keywords if word.arg in ("device", "index")]
     args = [*node.args, *keywords]
     takes_number = name in ("set_device", "cuda")
-    numbers = args[1 if name == "device" else 0 :] if name != "to" else []
-    devices = [] if takes_number else [part for device in args[:1] for part in choices_of(device)]
+    numbers: list[ast.expr] = []
+    if takes_number:
+        numbers = args
+    elif name == "device":
+        numbers = args[1:]
+    devices: list[ast.expr] = []
+    if args and not takes_number:
+        devices = choices_of(args[0])
     is_by_rank = any(is_computed_name(device) for device in devices)
     is_by_rank |= any(depends_on(device, RANK, source) for device in devices)
     if is_by_rank or not all(isinstance(number, ast.Constant) for number in numbers):
         return "by rank"
-    return "constant" if takes_number or any(map(names_cuda, devices)) else ""
+    is_gpu = takes_number or any(map(names_cuda, devices))
+    return "constant" if is_gpu else ""
 
 
 def choices_of(device: ast.expr) -> list[ast.expr]:
