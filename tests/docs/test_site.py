@@ -177,7 +177,7 @@ def browsed(site: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, A
         )
         family = psutil.Process(browser.pid)
         try:
-            answer = answers.get(timeout=SECONDS)
+            answer = answers.get(timeout=2 * SECONDS)  # every page, in two sizes
             assert "error" not in answer, answer
             return answer
         except queue.Empty:
