@@ -74,9 +74,11 @@ def tasks(
     from stepladder.recipes import mnist as digits
     from stepladder.recipes import movielens as films
 
+    def first_samples(job: Job, samples: int | None = 6400) -> Job:
+        return replace(job, train_data=tuple(part[:samples] for part in job.train_data))
+
     def tenth() -> Job:
-        job = digits.build(digits.Config(data_dir=str(mnist)))
-        return replace(job, train_data=tuple(part[:6400] for part in job.train_data))
+        return first_samples(digits.build(digits.Config(data_dir=str(mnist))))
 
     def fifty() -> Job:
         job = gpt.build(text)
@@ -92,7 +94,13 @@ def tasks(
         yield of("mnist, small net", tenth, 128, 11)
     if movielens is not None:
         recommender = films.Config(data_dir=str(movielens), task="ranking")
-        yield of("movielens", lambda: films.build(recommender), recommender.global_batch, 6)
+        samples = 10 * recommender.global_batch if short else None
+        yield of(
+            "movielens",
+            lambda: first_samples(films.build(recommender), samples),
+            recommender.global_batch,
+            6,
+        )
     if shakespeare is not None and not short:
         text = gpt.Config(data_dir=str(shakespeare))
         yield of("gpt", fifty, text.global_batch, 6, compared=False)

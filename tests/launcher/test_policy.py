@@ -83,7 +83,7 @@ JOB: list[tuple[str, Status, dict[str, Any], Continue | Stop | Restart | End]] =
 ]  # fmt: skip
 COME_OR_GONE = "other nodes have come or gone: restarting all ranks"
 SCRIPT: list[tuple[str, Status, dict[str, Any], Continue | Stop | Restart | End]] = [
-    ("a signal while waiting", ABSENT, {"stop_asked": True}, End(FAILED)),
+    ("a signal while waiting", ABSENT, {"stop_asked": True}, End(FAILED, UNSTARTED)),
     ("at work", RUNNING, {}, Continue()),
     ("a signal at work", RUNNING, {"stop_asked": True, "nodes_waiting": True}, Continue()),
     (

@@ -95,13 +95,16 @@ def _die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_worker_that_torch_has_not_noticed_yet_is_found() -> None:
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_a_worker_that_torch_has_not_noticed_yet_is_found(has_ended: bool) -> None:
     # Another test's DataLoader may have set torch's handler, which raises: a rank mutes it meanwhile.
     handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     worker: ForkProcess = multiprocessing.get_context("fork").Process(target=_die)
     worker.start()
     assert worker.pid is not None
     _set_worker_pids(id(worker), (worker.pid,))  # as a DataLoader's iterator does
+    if has_ended:  # and waits for whoever asks
+        os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT)
     try:
         named = name_failed_worker(ConnectionResetError("by peer"))
     finally:

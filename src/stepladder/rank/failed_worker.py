@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import sys
 import time
 import traceback
-from multiprocessing import active_children
 from multiprocessing.process import BaseProcess
 from traceback import walk_tb
 
@@ -69,7 +69,7 @@ def _ask_torch(error: BaseException) -> str | None:
         return None
     may_be_ending = isinstance(error, (ConnectionError, EOFError, FileNotFoundError))
     deadline = time.monotonic()
-    if may_be_ending and active_children():
+    if may_be_ending and _has_children():
         deadline += WORKER_END_TIMEOUT_S
     while True:
         try:
@@ -79,3 +79,15 @@ def _ask_torch(error: BaseException) -> str | None:
         if time.monotonic() >= deadline:
             return None
         time.sleep(WORKER_END_POLL_S)
+
+
+def _has_children() -> bool:
+    """Return whether this process has children.
+
+    It reaps none, unlike `multiprocessing.active_children`: torch asks them for their ends.
+    """
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True

@@ -184,7 +184,10 @@ def _restart_if_allowed(view: View, text: str = "") -> Restart | End:
 
 
 def _end_before_start(view: View) -> End:
-    return End(STOPPED, "stopped before its ranks had started") if view.can_resume else End(FAILED)
+    code = STOPPED if view.can_resume else FAILED
+    # What became of a script's ranks has been printed.
+    is_told = not view.can_resume and view.ranks is not Status.ABSENT
+    return End(code, "" if is_told else "stopped before its ranks had started")
 
 
 def _end_failed(view: View, text: str) -> End:

@@ -137,7 +137,8 @@ class ForkedProcess:
         try:
             os.killpg(pid, signal.SIGKILL)
         except ProcessLookupError:
-            if self.code is None:  # it does not lead its session yet
-                os.kill(pid, signal.SIGKILL)
+            if self.code is None:  # it does not lead its session yet, or has ended just now
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
         while self.code is None:
             self.server.receive(wait=True)
