@@ -106,7 +106,9 @@ def test_each_finding_is_what_slurm_does(lab: TestLab, tmp_path: Path) -> None:
 
 def test_a_job_without_its_folder_ends_without_a_word(lab: TestLab, tmp_path: Path) -> None:
     script = tmp_path / "job.sbatch"
-    script.write_text(HEADER.format(minutes=2, output="gone/out", signal="TERM@60", nodes=1) + "srun true\n")
+    script.write_text(
+        HEADER.format(minutes=2, output="gone/out", signal="TERM@60", nodes=1) + "srun true\n"
+    )
     assert "no folder" in [finding.rule for finding in lint_script(script)]
     job = lab.slurm("sbatch", "--parsable", script, cwd=tmp_path).strip()
     assert lab.await_job(job, "FAILED")["Reason"] == "JobLaunchFailure"
