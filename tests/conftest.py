@@ -31,7 +31,7 @@ from labs import TestLab, lab_up  # noqa: E402
 from processes import run  # noqa: E402
 from warm import SERVERS  # noqa: E402
 
-pytest_plugins = ["skipped"]
+pytest_plugins = ["skipped", "cases"]
 
 # With it a line and its end are two writes, and lines of processes that share a stream run into
 # each other.

@@ -10,6 +10,8 @@ import pytest
 import stepladder
 from readability import Gauges, measure
 
+pytestmark = pytest.mark.every_case
+
 SOURCE = Path(stepladder.__file__).parent
 REPOSITORY = Path(__file__).parents[1]
 

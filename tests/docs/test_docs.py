@@ -211,12 +211,14 @@ def test_pages_are_short() -> None:
             assert len(written.splitlines()) <= limits.get(name_of(page), 150), page
 
 
+@pytest.mark.every_case
 @pytest.mark.ranks
 @pytest.mark.parametrize("page", pages_with("run"))
 def test_blocks_run(page: Path, tmp_path: Path) -> None:
     run_blocks(page, "run", tmp_path)
 
 
+@pytest.mark.every_case
 @pytest.mark.ranks
 @pytest.mark.parametrize("page", pages_with("run with MNIST"))
 def test_blocks_run_with_mnist(page: Path, tmp_path: Path, mnist_dir: Path) -> None:

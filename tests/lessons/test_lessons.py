@@ -78,6 +78,7 @@ def without_slurm() -> list[Any]:
     ]
 
 
+@pytest.mark.every_case
 @pytest.mark.ranks
 @pytest.mark.parametrize("lesson", without_slurm())
 def test_the_claim_holds_and_the_page_shows_what_is_printed(

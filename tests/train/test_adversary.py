@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.every_case]
 
 QUICK = ["float64", "weight written through numpy"]
 SLOW = [

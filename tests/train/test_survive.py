@@ -182,6 +182,7 @@ def test_a_process_joins_from_a_peer_s_state(tmp_path: Path, unbroken: str) -> N
     assert result["world_size"] == 2 and audited(tmp_path / RUN_DIR)["changes"] == 2
 
 
+@pytest.mark.corpus
 @pytest.mark.slow
 def test_one_that_has_joined_goes_on_alone_and_the_ledger_has_what_the_other_did_alone(
     tmp_path: Path,
@@ -192,6 +193,7 @@ def test_one_that_has_joined_goes_on_alone_and_the_ledger_has_what_the_other_did
     assert result["weights_sha256"] == uninterrupted
 
 
+@pytest.mark.corpus
 @pytest.mark.slow
 def test_a_process_that_joins_when_nobody_has_the_state_any_more(tmp_path: Path) -> None:
     long = *EXACT[:6], "--epochs", 50, "--steps", 400, "--snapshot-every", 6

@@ -29,6 +29,9 @@ from stepladder.tools.check.probe_settings import ProbeSettings
 from stepladder.tools.check.rules.all_rules import apply_rules
 from stepladder.tools.check.rules.training import learns_nothing
 
+# The slow ones are run by hand.
+pytestmark = pytest.mark.corpus
+
 SCRIPTS = Path(__file__).parent / "scripts"
 CORPUS = Path(__file__).parents[2] / "check_corpus"
 COMPARING = {

@@ -28,6 +28,7 @@ def test_a_hang_is_named_with_its_line(kind: str, tmp_path: Path) -> None:
     assert seen in finding["evidence"]
 
 
+@pytest.mark.corpus
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["download", "evaluate"])
 def test_a_rank_that_keeps_the_others_waiting_is_no_hang(kind: str, tmp_path: Path) -> None:
@@ -46,6 +47,7 @@ def test_a_rank_that_keeps_the_others_waiting_is_no_hang(kind: str, tmp_path: Pa
     assert re.search(rf"rank 0: it is in {kind}\(\)", note)
 
 
+@pytest.mark.corpus
 @pytest.mark.slow
 def test_ranks_that_still_wait_at_the_time_limit_are_no_clean_result(tmp_path: Path) -> None:
     flags = "check", "--json", "--patience", 1, "--timeout", 60
@@ -138,6 +140,7 @@ dist.all_gather([torch.zeros_like(scores) for _ in range(2)], scores)
 """
 
 
+@pytest.mark.corpus
 @pytest.mark.slow
 def test_a_report_is_the_same_whichever_rank_is_first(tmp_path: Path) -> None:
     """Both write one file, and then gather tensors of two sizes."""

@@ -262,6 +262,7 @@ def test_the_seven_faults_of_the_classic_trainer_are_named_in_one_run(tmp_path: 
     assert report["findings"][0]["severity"] == "error"
 
 
+@pytest.mark.corpus
 @pytest.mark.slow
 @pytest.mark.ranks
 def test_the_eighth_fault_of_the_classic_trainer_shows_when_its_loss_is_not_0(
@@ -457,6 +458,7 @@ def test_a_script_for_gpus_alone_runs_on_simulated_ones(tmp_path: Path) -> None:
     assert "moves to a simulated GPU on rank 0" in ran.stderr
 
 
+@pytest.mark.corpus
 @pytest.mark.slow
 @pytest.mark.ranks
 def test_a_parent_that_misses_what_ended_ranks_would_have_left_does_not_fail(
@@ -511,6 +513,7 @@ dist.destroy_process_group()
 STORE = '"gloo", "tcp://localhost:29517", rank=rank, world_size=2'
 
 
+@pytest.mark.corpus
 @pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.parametrize("start", ["torchrun", "spawn"])
@@ -533,6 +536,7 @@ def test_the_losses_of_a_script_that_seeds_nothing_are_the_same_in_each_check(
     assert check(script, tmp_path, "--notes", "--epochs", "2")[1] == report
 
 
+@pytest.mark.corpus
 @pytest.mark.slow
 @pytest.mark.ranks
 def test_a_script_that_makes_its_ranks_gets_the_number_that_the_user_has_set(
@@ -603,6 +607,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.corpus
 @pytest.mark.slow
 @pytest.mark.ranks
 def test_a_script_that_resumes_only_with_an_argument_is_told_how_to_give_it(tmp_path: Path) -> None:

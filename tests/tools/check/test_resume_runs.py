@@ -134,6 +134,7 @@ def test_what_is_not_restored_is_named(mistake: str, expected: str, tmp_path: Pa
     assert [finding for finding in findings if re.match(expected, finding)], findings
 
 
+@pytest.mark.corpus
 @pytest.mark.slow
 @pytest.mark.parametrize("saver", list(SAVERS)[1:])
 def test_a_mistake_is_named_however_the_script_saves(saver: str, tmp_path: Path) -> None:

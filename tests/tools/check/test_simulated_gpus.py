@@ -17,6 +17,9 @@ from processes import run
 from stepladder.tools.check import simulated_gpu
 from stepladder.tools.check.startup_variables import simulated_gpu_variables
 
+# The slow ones are run by hand.
+pytestmark = pytest.mark.corpus
+
 SCRIPTS = Path(__file__).parent / "scripts"
 
 
