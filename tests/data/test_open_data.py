@@ -93,6 +93,7 @@ def test_info_says_what_it_is_and_how_many(served: Server, tmp_path: Path) -> No
     assert "240 rows in 3 files, 12 chunks: id (int64)" in shown
 
 
+@pytest.mark.slow
 def test_shards_are_written_of_a_pattern_behind_a_url(served: Server, tmp_path: Path) -> None:
     url = served.url + "data/*.parquet"
     flags = ("--columns", "id,x", "--chunk-rows", 7)

@@ -344,6 +344,7 @@ def test_a_bug_on_one_node_ends_all(nodes: Any) -> None:
         assert "PeerLost" not in cluster.read_output()
 
 
+@pytest.mark.slow
 def test_a_second_launch_is_refused_and_the_first_one_is_not_disturbed(
     nodes: Any, tmp_path: Path, unbroken: str
 ) -> None:

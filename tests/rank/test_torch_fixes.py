@@ -132,6 +132,7 @@ def test_within_a_step_too() -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_data_parallel_step_does_not_load_it() -> None:
     python(
         "defer_dynamo()",

@@ -165,6 +165,7 @@ def test_up_that_fails_half_way_takes_everything_down_again(tmp_path: Path) -> N
         assert not processes_with(state)
 
 
+@pytest.mark.slow
 @needs_lab
 def test_down_leaves_nothing_even_of_a_lab_whose_daemons_were_killed(tmp_path: Path) -> None:
     """The lab of the other tests is up too: a machine can have several."""

@@ -249,6 +249,7 @@ def test_a_script_of_one_s_own_is_requeued_if_it_says_so(
     assert (jobs.folder / "up-1-1").exists()
 
 
+@pytest.mark.slow
 def test_a_secret_reaches_the_job_and_no_script(jobs: Jobs) -> None:
     script = (
         "import hashlib, sys; "

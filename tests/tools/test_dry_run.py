@@ -171,6 +171,7 @@ def test_a_loss_that_reads_weights_past_forward_has_figures_without_full(
     assert "the loss uses weights where they are not gathered" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sync", [pytest.param("ddp", marks=pytest.mark.slow), "exact"])
 def test_full_is_computed_by_rows_and_leaves_no_group(
     sync: Literal["ddp", "exact"], tmp_path: Path

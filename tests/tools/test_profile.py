@@ -210,6 +210,7 @@ def capture_a_job(comm: Comm, folder: Path, shard: str) -> None:
     Trainer(job, own, comm=comm).fit()
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_an_unmodified_script(tmp_path: Path) -> None:
     done = run(

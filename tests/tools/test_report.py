@@ -85,6 +85,7 @@ def train_where_rank_1_is_slow(comm: Comm, run_dir: Path, shard: str, sync: str)
     Trainer(replace(job, loss=loss), settings, comm=comm).fit()
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("shard", "sync", "by_gloo"),

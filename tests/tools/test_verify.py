@@ -238,6 +238,7 @@ def test_the_verdict_is_one_sentence(proof: Proof, sentence: str) -> None:
     )
 
 
+@pytest.mark.slow
 def test_weights_that_training_makes_equal_are_no_difference(job: Path) -> None:
     """Each rank initialises its weights; training broadcasts those of rank 0."""
     assert proved(job, "rank seed", [1, 2]).difference is None

@@ -92,6 +92,7 @@ def test_shapes_without_end_are_refused_in_exact() -> None:
     assert "batches have more than 1 shapes" in run_ranks(call_with_two_shapes, 1)[0]
 
 
+@pytest.mark.slow
 def test_passes_of_another_length_are_not_compiled() -> None:
     plan = Plan(num_samples=46, global_batch=16, microbatch=4)
 

@@ -174,6 +174,7 @@ def run_of_one(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "runs/killed"
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     "case",

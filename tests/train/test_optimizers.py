@@ -136,6 +136,7 @@ def test_exact_has_the_same_bits_with_shards_with_recomputation_and_through_a_st
     )
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_full_has_the_curve_norms_and_average_of_one_process(tmp_path: Path) -> None:
     unsharded = fit(alone(), tmp_path / "whole", {}, "SGD")

@@ -419,6 +419,7 @@ FAILS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=[pytest.mark.slow] * (name != "simulation")) for name in FAILS],

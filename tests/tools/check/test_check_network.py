@@ -47,6 +47,7 @@ def check(script: str, folder: Path) -> str:
     return ran.stdout + ran.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_ranks_under_check_listen_on_loopback_alone(tmp_path: Path) -> None:
     assert "it listens on" not in check(LISTENS, tmp_path)

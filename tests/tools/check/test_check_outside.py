@@ -316,6 +316,7 @@ for path in sys.argv[1:]:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mechanism", FEWER_MECHANISMS)
 def test_a_folder_of_writes_is_written_for_real_and_no_other(mechanism: str, outside: Path) -> None:
     needs(mechanism)
@@ -351,6 +352,7 @@ def test_a_folder_of_writes_that_is_none_is_refused(
     assert all(part in ran.stderr for part in parts), ran.stderr
 
 
+@pytest.mark.slow
 def test_a_write_that_no_overlay_can_take_is_refused_in_one_line(root: Path) -> None:
     """Over folders of the system none is laid: services have their sockets there."""
     needs("namespace")
@@ -374,6 +376,7 @@ raise SystemExit(9)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [".venv", pytest.param("my-env", marks=pytest.mark.slow)])
 def test_the_interpreter_may_lie_in_a_virtual_environment_in_the_working_folder(
     name: str, outside: Path

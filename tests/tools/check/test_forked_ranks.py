@@ -60,6 +60,7 @@ def work_in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.parametrize("has_own", [True, False])
 def test_a_script_finds_what_a_new_interpreter_has(tmp_path: Path, has_own: bool) -> None:

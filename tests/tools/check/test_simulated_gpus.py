@@ -92,6 +92,7 @@ print(torch.cuda.device_count(), torch.zeros(2, device="cuda").device)
 """
 
 
+@pytest.mark.slow
 def test_a_library_may_look_for_torch_before_it_is_loaded() -> None:
     done = subprocess.run(
         [sys.executable, "-c", LOOKS_FIRST],
@@ -113,6 +114,7 @@ print(*sorted(name for name in kept if not name.endswith(("Storage", "Tensor")))
 """
 
 
+@pytest.mark.slow
 def test_each_function_of_torch_cuda_is_simulated_or_refused() -> None:
     done = subprocess.run(
         [sys.executable, "-c", EACH_NAME_OF_CUDA],

@@ -184,6 +184,7 @@ def test_bad_input_is_one_line_with_a_hint(args: list[str], message: str, tmp_pa
     assert message in ran.stderr and "HINT" in ran.stderr and "Traceback" not in ran.stderr
 
 
+@pytest.mark.slow
 def test_a_script_that_knows_no_other_processes_is_not_judged(tmp_path: Path) -> None:
     (tmp_path / "plain.py").write_text("import torch\n")
     ran = run_parity(tmp_path, "plain.py")
