@@ -14,14 +14,12 @@ from check_recordings import (
     backward,
     epochs,
     eval_pass,
-    evidence_of,
     forward,
     rules_of,
     step,
     steps,
     train_pass,
 )
-from stepladder.tools.check.rules.all_rules import apply_rules
 
 
 def with_graph(events: Events) -> Events:
@@ -41,9 +39,6 @@ def test_an_evaluation_with_gradients_is_one_for_all_rules() -> None:
     assert rules_of(padded[0], other_split) == ["eval-keeps-graph", "overlapping-shards"]
     dropout = [e | {"live": 1} if e["k"] == "forward" else e for e in with_graph(PADDED)]
     assert rules_of([*TRAINED, *dropout], OTHERS) == ["eval-keeps-graph", "no-eval-mode"]
-    printed = [{"k": "print", "numbers": 1}]
-    shares = [[*TRAINED, *with_graph(PADDED), *printed], [*OTHERS, *with_graph(eval_pass(3, ONE))]]
-    assert "one-rank-metric" in rules_of(*shares)
 
 
 def test_a_pass_over_training_data_before_a_backward_pass_is_no_evaluation() -> None:
@@ -104,22 +99,6 @@ def test_samples_that_change_from_evaluation_to_evaluation_are_named() -> None:
 
 
 FSDP = "FullyShardedDataParallel"
-
-
-SAYS = """def say(text):
-    if rank == 0:
-        print(f"[{rank}]", text)
-say(f"accuracy {right / count}")
-"""
-
-
-def test_the_line_that_shows_a_metric_is_the_one_that_has_it() -> None:
-    said = {"k": "print", "at": ["train.py", 3, "say"], "caller": ["train.py", 4, ""]}
-    (finding,) = apply_rules(evidence_of([*eval_pass(1, ZERO), said], eval_pass(1, ONE), text=SAYS))
-    assert (finding.rule, finding.location.line) == ("one-rank-metric", 4)
-    own = SAYS.replace(", text)", ", right / count)")
-    (finding,) = apply_rules(evidence_of([*eval_pass(1, ZERO), said], eval_pass(1, ONE), text=own))
-    assert finding.location.line == 3
 
 
 def test_a_loss_by_the_number_of_ranks_is_named_where_a_wrapper_averages() -> None:

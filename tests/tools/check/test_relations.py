@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from check_recordings import evidence_of
+from check_recordings import evidence_of, step, train_pass
 from stepladder.tools.check.check import Report, Request, check
 from stepladder.tools.check.recording import Recording
-from stepladder.tools.check.relations import gradients, shown
+from stepladder.tools.check.relations import gradients, samples_read, shown
+from stepladder.tools.check.relations.comparison import finding_of
 from stepladder.tools.check.relations.frozen_runs import FrozenRuns
+from stepladder.tools.check.relations.violation import Violation
 
 DATA_SET = "p"
 
@@ -53,7 +56,7 @@ def frozen(
 def test_a_number_that_is_halved_on_two_ranks_is_found() -> None:
     runs = frozen([number("loss 1.0132")], [number("loss 0.5066")], [])
     (violation,) = shown.violations(runs)
-    assert violation.facts["ratio"] == pytest.approx(0.5)
+    assert violation.ratio == pytest.approx(0.5)
     assert "1.0132 on one process, 0.5066 on rank 0" in violation.evidence
 
 
@@ -97,7 +100,7 @@ def test_a_gradient_that_is_not_averaged_is_found() -> None:
     assert list(gradients.violations(frozen(reference, reference, reference))) == []
     halved = [mean_gradient(0.5, 1.0)]
     (violation,) = gradients.violations(frozen(reference, halved, halved))
-    assert violation.facts["ratio"] == pytest.approx(0.5)
+    assert violation.ratio == pytest.approx(0.5)
 
 
 def test_a_gradient_of_which_noise_moves_as_much_is_no_violation() -> None:
@@ -105,6 +108,56 @@ def test_a_gradient_of_which_noise_moves_as_much_is_no_violation() -> None:
         [mean_gradient(1.0, 2.0)], [mean_gradient(1.1, 2.0)], shuffled=[mean_gradient(0.95, 2.0)]
     )
     assert list(gradients.violations(runs)) == []
+
+
+def exchanged(local: list[float], used: list[float], optimizer: str) -> list[dict[str, Any]]:
+    """Return steps with the gradients that a backward pass has left, and those that are used."""
+    before, after = step(1)
+    left = {"k": "gradients", "sums": local}
+    return [{"k": "optimizer", "cls": optimizer}, left, before | {"sums": used}, after]
+
+
+@pytest.mark.parametrize(
+    ("relation", "ratio", "used", "optimizer", "expected"),
+    [
+        ("gradients", 2.0, [4.0, 2.0], "SGD", ("accumulation-mean", "warning")),
+        ("gradients", 2.0, [4.0, 2.0], "AdamW", ("accumulation-mean", "note")),
+        ("gradients", 0.5, [1.0, 0.5], "SGD", ("mean-divided-twice", "error")),
+        ("gradients", math.nan, [3.0, 4.0], "SGD", ("not-wrapped", "error")),
+        ("gradients", 1.4, [1.0, 1.0], "SGD", ("gradients", "warning")),
+        ("shown-numbers", 2.0, [], "SGD", ("local-count", "error")),
+        ("shown-numbers", 0.5, [], "SGD", ("mean-divided-twice", "error")),
+        ("shown-numbers", 1.3, [], "SGD", ("shown-numbers", "warning")),
+        ("samples", math.nan, [], "SGD", ("samples-lost", "warning")),
+    ],
+)
+def test_a_violation_has_the_cause_whose_facts_are_true(
+    relation: str, ratio: float, used: list[float], optimizer: str, expected: tuple[str, str]
+) -> None:
+    ranks = [exchanged(local, used, optimizer) for local in ([1.0, -2.0], [3.0, 4.0])]
+    violation = Violation(relation, None, 9.0, "seen", ratio)
+    finding = finding_of(violation, frozen([], *ranks), evidence_of(*ranks))
+    assert (finding.rule, finding.severity) == expected
+    assert finding.evidence == "seen"
+
+
+def test_a_learning_rate_may_make_up_for_a_sum_of_gradients() -> None:
+    def made(gradient: float, rate: float) -> list[dict[str, Any]]:
+        return [*step(1, lr=[rate]), mean_gradient(gradient, 2 * gradient)]
+
+    summed = made(2.0, 0.05)
+    assert list(gradients.violations(frozen(made(1.0, 0.1), summed, summed))) == []
+    summed = made(2.0, 0.1)
+    assert list(gradients.violations(frozen(made(1.0, 0.1), summed, summed)))
+
+
+def test_samples_that_one_process_reads_and_several_do_not_are_named() -> None:
+    own = [train_pass(1, [[0, 1, 2], [3, 4, 5]])]
+    halves = [train_pass(1, [[0]]), train_pass(1, [[3]])]
+    (violation,) = samples_read.violations(frozen(own[0], *halves))
+    assert "4 of the 6 samples" in violation.evidence and "1, 2, 4" in violation.evidence
+    shares = [train_pass(1, [[0, 1, 2]]), train_pass(1, [[3, 4]])]
+    assert list(samples_read.violations(frozen(own[0], *shares))) == [], "a remainder"
 
 
 SCRIPT = """
@@ -153,16 +206,16 @@ RIGHT = {
 # Mistakes, each with the relation that does not hold.
 WRONG = {
     "a gradient divided by the number of ranks once more": (
-        "gradients",
+        "mean-divided-twice",
         {"after_backward": "[p.grad.div_(ranks) for p in net.parameters()]"},
     ),
     "a gradient that one rank keeps for itself": (
         "gradients",
         {"after_backward": "net[0].weight.grad.mul_(1 + 9 * rank)"},
     ),
-    "counts that are not added up": ("shown-numbers", {"reduction": "dist.all_reduce(total[:1])"}),
+    "counts that are not added up": ("local-count", {"reduction": "dist.all_reduce(total[:1])"}),
     "a sum over the ranks that is squared": (
-        "shown-numbers",
+        "mean-divided-twice",
         {"reduction": "dist.all_reduce(total); total[0] /= ranks"},
     ),
 }

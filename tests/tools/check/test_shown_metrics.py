@@ -7,16 +7,7 @@ from typing import Any
 
 import pytest
 
-from check_recordings import (
-    backward,
-    batch,
-    eval_pass,
-    evidence_of,
-    forward,
-    rules_of,
-    step,
-    train_pass,
-)
+from check_recordings import backward, batch, eval_pass, evidence_of, forward, rules_of, train_pass
 from stepladder.tools.check.probe.hooks_statistics import is_mean_over_batch
 from stepladder.tools.check.rules.all_rules import apply_rules
 
@@ -124,16 +115,6 @@ def test_a_share_of_hits_in_percent_is_a_mean_of_its_batches_too() -> None:
     assert rules_of(by_samples, train_pass(1, [[4, 5], [6, 7]])) == []
 
 
-def reduced(value: float, *after: dict[str, Any]) -> Events:
-    passes = train_pass(1, [[0, 1], [2, 3]] if not after else [[4, 5], [6, 7]])
-    return [*passes, statistic(value), REDUCE | {"value": [value]}, *after]
-
-
-@pytest.mark.parametrize(("value", "rules"), [("1.3750", ["local-count"]), ("0.6875", [])])
-def test_a_sum_of_means_is_named_and_their_average_is_not(value: str, rules: list[str]) -> None:
-    assert rules_of(reduced(0.25, show(value)), reduced(1.125)) == rules
-
-
 def reduced_in_each_batch(values: list[float], rank: int, *after: dict[str, Any]) -> Events:
     events = evaluation(values, UNEVEN[:2], *after, rank=rank)
     return [
@@ -149,19 +130,6 @@ def reduced_in_each_batch(values: list[float], rank: int, *after: dict[str, Any]
 def test_a_mean_of_sums_over_the_ranks_is_named_too(value: str, rules: list[str]) -> None:
     first = reduced_in_each_batch([0.25, 0.75], 0, show(value))
     assert rules_of(first, reduced_in_each_batch([1.25, 1.75], 1)) == rules
-
-
-def test_a_sum_over_the_batches_begins_with_the_first_of_them_and_is_no_mean() -> None:
-    ranks = [reduced_in_each_batch([own, 0.75], rank) for rank, own in enumerate((0.25, 1.25))]
-    first = next(index for index, event in enumerate(ranks[0]) if event["k"] == "coll")
-    begun = [*ranks[0][: first + 1], show("1.5000"), *ranks[0][first + 1 :]]
-    assert rules_of(begun, ranks[1]) == []
-
-
-def test_a_sum_of_sums_is_what_it_is() -> None:
-    ranks = [reduced(0.25, show("1.3750")), reduced(1.125)]
-    sums = [[event | {"is_mean": False} for event in events] for events in ranks]
-    assert rules_of(*sums) == []
 
 
 def shares(*texts: str, after: Sequence[dict[str, Any]] = ()) -> list[Events]:
@@ -214,7 +182,7 @@ def test_a_sum_of_all_by_the_count_of_one_is_named_by_its_value() -> None:
 
 
 OWN_LOSSES = [[2.5, 1.25, 0.375], [3.125, 2.25, 1.25]]  # of two batches of 2, and one of 1
-OF_RANK_0 = {"mean": "1.5750", "mean over batches": "1.3750", "sum": "4.1250", "last": "0.3750"}
+OF_RANK_0 = {"mean": "1.5750", "mean over batches": "1.3750", "sum": "4.1250", "last": "0.37500"}
 
 
 def trained(rank: int, *after: dict[str, Any], during: Sequence[dict[str, Any]] = ()) -> Events:
@@ -275,64 +243,6 @@ def test_what_each_rank_shows_is_none_where_the_rank_is_named() -> None:
     named = [trained(rank, show(f"{own[rank]} on worker {rank}")) for rank in (0, 1)]
     assert notes_of(*named) == []
     assert len(notes_of(*(trained(rank, show(own[rank])) for rank in (0, 1)))) == 1
-
-
-LOCAL = [[1.0, -2.0], [3.0, 4.0]]
-EXCHANGED = {
-    "the average": ([2.0, 1.0], []),
-    "the sum": ([4.0, 2.0], ["accumulation-mean"]),
-    "the average by ranks": ([1.0, 0.5], ["mean-divided-twice"]),
-    "those of rank 1": ([3.0, 4.0], ["not-wrapped"]),
-    "the average, clipped": ([0.2, 0.1], []),
-}
-
-
-def exchanged(local: list[float], used: list[float], scale: float | None = 1.0) -> Events:
-    """Steps whose gradients come from an exchange by hand."""
-    events: Events = []
-    for number in range(1, 4):
-        before, after = step(number)
-        made = [forward(wrapped="", size=2), backward(1 / number, scale=scale)]
-        gradients = {"k": "gradients", "sums": local}
-        exchange = REDUCE | {"shape": [10, 10], "count": 100}
-        events += [*made, gradients, exchange, before | {"sums": used}, after]
-    return events
-
-
-@pytest.mark.parametrize("name", EXCHANGED)
-def test_gradients_after_an_exchange_are_known_by_their_values(name: str) -> None:
-    used, rules = EXCHANGED[name]
-    assert rules_of(*(exchanged(local, used) for local in LOCAL)) == rules
-
-
-@pytest.mark.parametrize(("rows", "found"), [((4, 2), True), ((4, 4), False)])
-def test_a_quotient_of_each_rank_that_is_reduced_is_known_by_its_value(
-    rows: tuple[int, int], found: bool
-) -> None:
-    def evaluated(count: int) -> Events:
-        total = statistic(1.5, is_mean=False)
-        return [forward(grad=False, size=count), total, REDUCE | {"value": [1.5 / count]}]
-
-    assert ("mean-of-means" in rules_of(*map(evaluated, rows))) == found
-
-
-def test_a_sum_is_right_where_the_loss_or_the_learning_rate_is_divided() -> None:
-    ranks = [exchanged(local, [4.0, 2.0], scale=0.5) for local in LOCAL]
-    assert rules_of(*ranks) == []
-    ranks = [exchanged(local, [4.0, 2.0]) for local in LOCAL]
-    built = {"k": "optimizer", "cls": "SGD"}
-    ranks = [[built, *events] for events in ranks]
-    text = "n = dist.get_world_size()\nSGD(parameters, lr=0.1 / n)\n"
-    assert rules_of(*ranks, text=text) == []
-    text = "# world_size\nworld_size = 4\nSGD(parameters, lr=0.1 / world_size)\n"
-    assert rules_of(*ranks, text=text) == ["accumulation-mean"]
-
-
-def test_a_sum_is_a_note_where_the_optimizer_divides_by_the_size_of_gradients() -> None:
-    built = {"k": "optimizer", "cls": "AdamW"}
-    ranks = [[built, *exchanged(local, [4.0, 2.0])] for local in LOCAL]
-    (finding,) = apply_rules(evidence_of(*ranks))
-    assert (finding.rule, finding.severity) == ("accumulation-mean", "note")
 
 
 def test_a_loss_of_logarithms_has_a_cause_of_its_own() -> None:

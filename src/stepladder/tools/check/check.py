@@ -19,14 +19,8 @@ from stepladder.tools.check.held import describe_run
 from stepladder.tools.check.isolation.sandbox import Sandbox, SandboxFolders
 from stepladder.tools.check.isolation.summary import Isolation, blame_refusal, summarize
 from stepladder.tools.check.launch_style import LaunchStyle, find_styles, finds_what_is_missing
-from stepladder.tools.check.local_ranks import (
-    EXPLAINS_A_HANG,
-    RAN_ON_ONE_NODE,
-    hangs_on_one_node,
-    needs_one_node,
-)
 from stepladder.tools.check.probe_settings import ProbeSettings
-from stepladder.tools.check.rank_processes import RankLaunch, run_ranks
+from stepladder.tools.check.rank_processes import RankLaunch
 from stepladder.tools.check.recording import Recording
 from stepladder.tools.check.relations.comparison import ComparisonWithOne, compare_with_one_process
 from stepladder.tools.check.relations.frozen_runs import FrozenScript, NotComparable
@@ -39,6 +33,7 @@ from stepladder.tools.check.rules.all_rules import (
     drop_suppressed,
 )
 from stepladder.tools.check.rules.evidence import CHECK_TEXTS, RunEvidence
+from stepladder.tools.check.rules.process import shared_gpus
 from stepladder.tools.check.run_summary import no_training, no_training_in_source, summarize_run
 from stepladder.tools.check.script_runs import ScriptRun, ScriptRuns
 from stepladder.tools.check.script_source import ScriptSource, read_source
@@ -47,6 +42,7 @@ from stepladder.tools.findings.finding import Finding, sort_by_severity
 # The families of rules whose findings change gradients, or shown numbers.
 CAUSES = frozenset(("data", "model", "metrics"))
 RESUME_NOT_COMPARED = "resume: not compared; to stop the script and start it again: --resume"
+EXPLAINS_A_HANG = ("uneven-steps", "collective-order", "hang")
 # Rules that examine the source as well as the recording: a finding of one is enough.
 STATIC_AND_DYNAMIC_RULES = ("unsafe-load",)
 
@@ -242,11 +238,8 @@ class Check:
         evidence = RunEvidence(run.recording, self.source)
         findings = [] if self.request.relations_only else apply_rules(evidence)
         self.preliminary_findings = findings
-        if needs_one_node(evidence, run.launch):
-            launch = launch_in_new_copy(replace(run.launch, nodes=1), scratch_folder, "one-node")
-            on_one_node = runs.read_run(launch, run_ranks(launch, "one-node"))
-            findings += hangs_on_one_node(RunEvidence(on_one_node.recording, self.source))
-            self.notes.append(RAN_ON_ONE_NODE)
+        if run.launch.is_alone or run.launch.nodes == 1:
+            findings += shared_gpus(evidence)
         not_checked = self.reason_not_checked(run, findings)
         held = list(describe_run(evidence))
         if not not_checked and not has_cause(findings):
@@ -289,7 +282,15 @@ class Check:
                 FrozenScript(run.launch, scratch_folder, ranks), evidence
             )
         except NotComparable as error:
-            return ComparisonWithOne(held=[f"not compared with one process: {error}"])
+            held = [f"not compared with one process: {error}"]
+            stood_still = error.stood_still
+        findings = []
+        if stood_still and run.launch.nodes > 1:
+            for finding in apply_rules(RunEvidence(stood_still, self.source)):
+                if finding.rule in EXPLAINS_A_HANG:
+                    text = f"on one node, where each rank has a local rank: {finding.evidence}"
+                    findings.append(replace(finding, evidence=text))
+        return ComparisonWithOne(findings, held)
 
     def make_launch(
         self, scratch_folder: Path, sandbox: Sandbox, servers: ForkServers

@@ -122,7 +122,6 @@ class ScriptCollective(ProbeEvent, kind="coll"):
     ptr: int | None = None  # the address of its values
     count: int = 0  # the number of its values
     value: Sequence[float] = ()  # its values, where they are few
-    mean_of: int | None = None  # the number of values of which it is the mean, if it is one
     sums: bool = True  # whether it adds up, and does not average, for example
     numbers: Sequence[int] = ()  # the sample numbers among gathered objects
 
@@ -132,14 +131,6 @@ class SetEpoch(ProbeEvent, kind="setepoch"):
 
     sampler: int
     value: Any
-
-
-class Sampled(ProbeEvent, kind="sampled"):
-    """The script has read indices from a sampler without a loader."""
-
-    indices: list[int]
-    length: int
-    shuffle: bool
 
 
 class PassStart(ProbeEvent, kind="pass"):
@@ -163,7 +154,7 @@ class PassStart(ProbeEvent, kind="pass"):
     sampler_drop: bool = False  # whether the sampler drops a remainder
     workers: int = 0
     fingerprint: str = ""  # a hash that is equal for equal data sets
-    held: Sequence[float] = ()  # sums of the numbers that the data set holds for its first samples
+    held: str = ""  # a hash of the numbers that the data set holds for its first samples
     length: int | None = None  # the length of the data set
     base_length: int | None = None  # the length of the data set below all Subsets
 
@@ -211,14 +202,6 @@ class SharedFile(ProbeEvent, kind="shared"):
 
     path: str
     type: str  # its class, with the module
-
-
-class FileRead(ProbeEvent, kind="read"):
-    """A numbered file was opened."""
-
-    path: str  # its path
-    pattern: str  # its name with stars for numbers
-    beside: Sequence[str] = ()  # all files of that pattern, once for each folder
 
 
 class FileWrite(ProbeEvent, kind="wrote"):
@@ -293,6 +276,7 @@ class WrapperBuilt(ProbeEvent, kind="ddp"):
     parameters: dict[str, list[Any]]  # the id and the hash of each parameter that is trained
     buffers: bool = True  # whether buffers are broadcast
     nested: str = ""  # the class of a wrapper that the model is or holds already
+    gpu: str = ""  # the GPU on which it is, and those that are visible; empty where it is on none
 
 
 class Sharding(ProbeEvent, kind="sharding"):

@@ -38,6 +38,7 @@ from stepladder.tools.check.probe_settings import (
     SIMULATED_GPUS_AVAILABLE,
     ProbeSettings,
 )
+from stepladder.tools.check.recording import Recording
 from stepladder.tools.check.standstill import ObservedProcesses, describe_positions
 from stepladder.tools.probe.attach import prepend_startup_folder
 
@@ -98,6 +99,16 @@ class LaunchOutcome:
     enough: int = 0
     rank_count: int = 0
     position: str = ""
+
+    def complete(self, recording: Recording) -> Recording:
+        """Return the recording of this start, with how it ended."""
+        return replace(
+            recording,
+            has_stalled=self.has_stalled or self.failed,
+            deadlock=self.deadlock,
+            has_raised=self.has_raised,
+            has_finished=not self.failed and None not in self.codes,
+        )
 
     @property
     def failed(self) -> bool:

@@ -192,13 +192,7 @@ class ScriptRuns:
 
     def read_run(self, launch: RankLaunch, outcome: LaunchOutcome) -> ScriptRun:
         """Return a start that is over, with its recording."""
-        recording = replace(
-            self.read_recording(outcome.folder, launch),
-            has_stalled=outcome.has_stalled or outcome.failed,
-            deadlock=outcome.deadlock,
-            has_raised=outcome.has_raised,
-            has_finished=not outcome.failed and None not in outcome.codes,
-        )
+        recording = outcome.complete(self.read_recording(outcome.folder, launch))
         return ScriptRun(launch, outcome, recording)
 
     def with_fresh_copy(

@@ -185,22 +185,6 @@ def constant_value(node: ast.AST | None) -> object:
     return None
 
 
-def lines_reached_from(source: ScriptSource, file: SourceFile, node: ast.stmt) -> set[Location]:
-    """Return the lines of a statement, and of the functions that it calls, also through others."""
-    lines = locations_of(file, node)
-    known: set[str] = set()
-    nodes: list[ast.AST] = [node]
-    while nodes:
-        calls = find_nodes(nodes.pop(), ast.Call)
-        called = {last_name(call.func) for call in calls} - known
-        known |= called
-        for other, function in source.nodes(ast.FunctionDef):
-            if function.name in called:
-                nodes.append(function)
-                lines |= locations_of(other, function)
-    return lines
-
-
 def locations_of(file: SourceFile, node: ast.expr | ast.stmt) -> set[Location]:
     return {Location(file.name, line) for line in lines_of(node)}
 

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
-from torch.utils.weak import WeakIdKeyDictionary
 
 from stepladder.core.after_import import call_after_import
 from stepladder.tools.check.events import (
@@ -66,8 +65,6 @@ MAX_RECORDED_VALUES = 64
 MAX_GATHERED_ITEMS = 10_000
 
 
-# The scalar tensors that are means, with the number of values of each.
-known_means: WeakIdKeyDictionary = WeakIdKeyDictionary()
 running_collective = NestingDepth()
 asked: set[str] = set()  # the functions by which the user's code has asked for its rank
 
@@ -81,8 +78,6 @@ def attach() -> None:
     record_calls([c10d, dist], "init_process_group", init_event)
     wrap(c10d, "_update_default_pg", record_group)
     record_calls([c10d, dist], "destroy_process_group", lambda *_, **__: GroupDestroy())
-    wrap(Tensor, "mean", remember_mean)
-    wrap(torch, "mean", remember_mean)
     for name in ("get_rank", "get_world_size"):
         wrap([c10d, dist], name, partial(record_question, name))
     for name in STORES:
@@ -206,7 +201,7 @@ def describe_tensor(tensor: Tensor) -> Fields:
     fields: Fields = {"shape": list(tensor.shape), "ptr": tensor.data_ptr(), "count": count}
     if count <= MAX_RECORDED_VALUES and not tensor.is_complex():
         fields["value"] = tensor.detach().reshape(-1).double().tolist()
-    return fields | {"mean_of": known_means.get(tensor)}
+    return fields
 
 
 def sample_numbers(gathered: Any) -> list[int]:
@@ -221,12 +216,3 @@ def sample_numbers(gathered: Any) -> list[int]:
         keys = [item[0] for item in gathered if isinstance(item, list | tuple) and item]
     are_numbers = all(isinstance(key, int) for key in keys)
     return keys if are_numbers and len(set(keys)) == len(keys) else []
-
-
-def remember_mean(original: Any, *args: Any, **kwargs: Any) -> Any:
-    """Remember of how many values a scalar mean is, to find means of means."""
-    result = original(*args, **kwargs)
-    is_scalar = isinstance(result, Tensor) and result.dim() == 0
-    if is_scalar and args and isinstance(args[0], Tensor):
-        known_means[result] = args[0].numel()
-    return result

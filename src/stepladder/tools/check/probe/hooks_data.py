@@ -27,14 +27,13 @@ from stepladder.tools.check.events import (
     EnoughPasses,
     PassEnd,
     PassStart,
-    Sampled,
     SetEpoch,
     SharedFile,
 )
 from stepladder.tools.check.probe import digests
 from stepladder.tools.check.probe.hooks_accelerate import AHEAD_ATTRIBUTE
 from stepladder.tools.check.probe.patching import Fields, default_on_error, record_calls, wrap
-from stepladder.tools.check.probe.probe_log import current_log, record
+from stepladder.tools.check.probe.probe_log import current_log
 from stepladder.tools.probe.events import CodeLine
 
 EPOCHS_BY_DEFAULT = 2
@@ -127,7 +126,6 @@ def attach() -> None:
     wrap(loaders._BaseDataLoaderIter, "__next__", record_batch)
     record_calls(loaders._BaseDataLoaderIter, "_reset", forget_indices)
     record_calls(DistributedSampler, "set_epoch", set_epoch_event)
-    wrap(DistributedSampler, "__iter__", record_sampling)
     wrap(DataLoader, "__init__", remember_line)
     wrap(DistributedSampler, "__init__", remember_line)
 
@@ -151,15 +149,6 @@ def remember_line(original: Any, loader: Any, *args: Any, **kwargs: Any) -> Any:
 
 def set_epoch_event(sampler: Any, epoch: Any) -> SetEpoch:
     return SetEpoch(sampler=id(sampler), value=epoch)
-
-
-def record_sampling(original: Any, sampler: Any) -> Any:
-    """Record what a script reads from a sampler without a loader."""
-    if not current_log().is_called_by_user():
-        return original(sampler)
-    indices = list(original(sampler))
-    record(Sampled(indices=indices, length=len(sampler.dataset), shuffle=bool(sampler.shuffle)))
-    return iter(indices)
 
 
 def watch_set_epoch(owner: Any) -> None:
@@ -249,7 +238,7 @@ def describe_loader(loader: Any) -> Fields:
         "sampler_drop": bool(getattr(sampler, "drop_last", False)),
         "workers": loader.num_workers,
         "fingerprint": digests.dataset_fingerprint(base_dataset),
-        "held": digests.held_sums(base_dataset),
+        "held": digests.held_digest(base_dataset),
         "length": None if is_iterable else length_of(dataset),
         "base_length": None if is_iterable else length_of(base_dataset),
     }

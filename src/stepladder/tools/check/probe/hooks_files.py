@@ -5,16 +5,14 @@ from __future__ import annotations
 import builtins
 import logging
 import os
-import re
 import sys
-import tempfile
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from stepladder.core.after_import import call_after_import
-from stepladder.tools.check.events import FileMove, FileRead, FileWrite, PathSearch, Print
+from stepladder.tools.check.events import FileMove, FileWrite, PathSearch, Print
 from stepladder.tools.check.probe.patching import default_on_error, record_calls, record_user_calls
 from stepladder.tools.check.probe.probe_log import current_log
 from stepladder.tools.probe.events import CodeLine
@@ -29,44 +27,9 @@ METRIC_LOGGERS = {
     "tensorboardX.writer": ("SummaryWriter", "add_scalar"),
     "mlflow.tracking.fluent": ("", "log_metric"),
 }
-NOT_DATA_SUFFIXES = (
-    ".py",
-    ".pyc",
-    ".so",
-    ".pyi",
-    ".json",
-    ".toml",
-    ".txt",
-    ".cfg",
-    ".dat",
-    ".pth",
-    ".pt",
-    ".jsonl",
-    ".word",
-)
 
 
-class ReadFiles:
-    """The files that were recorded as read and as written, and whether one is being recorded."""
-
-    def __init__(self) -> None:
-        self.is_recording = False
-        self.paths: set[str] = set()
-        self.patterns: set[str] = set()
-        self.written: set[FileWrite] = set()
-
-    def record(self, path: str) -> None:
-        """Record a read once, and none of the files that recording itself opens."""
-        self.is_recording = True
-        try:
-            absolute = absolute_path(path)
-            if absolute not in self.paths:
-                record_data_file(absolute)
-        finally:
-            self.is_recording = False
-
-
-read_files = ReadFiles()
+written_files: set[FileWrite] = set()
 searches: set[tuple[str, CodeLine | None]] = set()
 
 
@@ -132,10 +95,6 @@ def message_event(_: Any, record: logging.LogRecord) -> Print | None:
     return Print(text=record.getMessage()[:MAX_PRINTED_TEXT], logged=True)
 
 
-def has_digit(text: str) -> bool:
-    return any(character.isdigit() for character in text)
-
-
 def absolute_path(path: Any) -> str:
     """Return the absolute path of a path of any type; empty where it is none."""
     try:
@@ -158,21 +117,11 @@ def path_in_copy(path: Any) -> str:
 
 
 def audit(event: str, args: tuple[Any, ...]) -> None:
-    """Record which files are opened, and which are locked. Called by Python at each audit event."""
+    """Record which files are written and locked. Called by Python at each audit event."""
     if event in LOCK_EVENTS:
         path = os.readlink(f"/proc/self/fd/{args[0]}")  # noqa: PTH115
         record_written_file(path_in_copy(path), locked=True)
-    if event != "open" or read_files.is_recording or not isinstance(args[0], str):
-        return
-    mode = args[1]
-    flags = args[2] or 0
-    if mode is None:
-        writes = bool(flags & (os.O_WRONLY | os.O_RDWR | os.O_TRUNC))
-    else:
-        writes = not set(str(mode)).isdisjoint("wax+")
-    if not writes:
-        read_files.record(args[0])
-    elif "w" in str(mode):
+    if event == "open" and isinstance(args[0], str) and "w" in str(args[1]):
         record_written_file(path_in_copy(args[0]))
 
 
@@ -181,25 +130,6 @@ def record_written_file(path: str, locked: bool = False) -> None:
     event = FileWrite(path=path, locked=locked)
     log = current_log()
     is_of_script = path.startswith(f"{log.settings.copy}{os.sep}")
-    if is_of_script and event not in read_files.written and log.user_frame() is not None:
-        read_files.written.add(event)
+    if is_of_script and event not in written_files and log.user_frame() is not None:
+        written_files.add(event)
         log.write_with_line(event)
-
-
-def record_data_file(path: str) -> None:
-    """Record a file of a data set in several files, and all files that are named alike."""
-    folder, name = os.path.split(path)
-    settings = current_log().settings
-    is_numbered = has_digit(name) and not name.endswith(NOT_DATA_SUFFIXES)
-    is_of_script = folder.startswith((tempfile.gettempdir(), settings.copy, settings.original))
-    if not is_numbered or not is_of_script or folder.startswith(settings.folder):
-        return
-    read_files.paths.add(path)
-    pattern = re.sub(r"\d+", "*", name)
-    beside: list[str] = []
-    if (folder + pattern) not in read_files.patterns:
-        read_files.patterns.add(folder + pattern)
-        names = os.listdir(folder)[:MAX_LISTED_FILES]  # noqa: PTH208
-        alike = [sibling for sibling in names if re.sub(r"\d+", "*", sibling) == pattern]
-        beside = [os.path.join(folder, sibling) for sibling in alike]  # noqa: PTH118
-    current_log().write(FileRead(path=path, pattern=pattern, beside=beside))

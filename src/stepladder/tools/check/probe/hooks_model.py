@@ -22,7 +22,7 @@ from stepladder.tools.check.events import (
     ZeroGrad,
 )
 from stepladder.tools.check.probe import digests
-from stepladder.tools.check.probe.hooks_wrapper import wrapped_models
+from stepladder.tools.check.probe.hooks_wrapper import gpu_of, wrapped_models
 from stepladder.tools.check.probe.layer_outputs import layer_outputs
 from stepladder.tools.check.probe.patching import (
     Arguments,
@@ -252,6 +252,7 @@ def record_wrapper(original: Any, wrapper: Any, module: Any, *args: Any, **kwarg
             parameters={name_of(p): [id(p), digests.digest(p)] for p in trained},
             buffers=bool(wrapper.broadcast_buffers),
             nested=nested,
+            gpu=gpu_of(trained),
         )
     )
     return result

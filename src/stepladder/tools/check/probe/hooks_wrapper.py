@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from typing import Any
 
@@ -42,6 +43,13 @@ class WrappedModels:
 wrapped_models = WrappedModels()
 
 
+def gpu_of(parameters: list[Any]) -> str:
+    """Return the GPU on which a model is; empty where it is on none."""
+    device = wrapped_models.device_of(parameters[0]) if parameters else ""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return f"{device} {visible}".strip() if device.startswith("cuda") else ""
+
+
 def attach() -> None:
     for name in MOVING_METHODS:
         wrap(nn.Module, name, partial(record_move, name))
@@ -66,17 +74,17 @@ def describe_place(module: Any) -> str:
     if parameter is None or not wrapped_models.is_wrapped(parameter):
         return ""
     dtype = str(parameter.dtype).removeprefix("torch.")
-    return f"{wrapped_models.device_of(parameter)} in {dtype}"
+    device = wrapped_models.device_of(parameter).partition(":")[0]
+    return f"{device} in {dtype}"
 
 
 @default_on_error(str)
 def requested_device(name: str, arguments: tuple[Any, ...]) -> str:
-    """Return the kind of device that a call asks for; an empty text where it asks for none."""
-    if name in ("cuda", "cpu"):
-        return name
-    for argument in arguments if name == "to" else ():
+    """Return the device that a call asks for; an empty text where it asks for none."""
+    device = name if name in ("cuda", "cpu") else ""
+    for argument in arguments if name in ("to", "cuda") else ():
         if isinstance(argument, str | torch.device):
-            return str(argument).partition(":")[0]
-        if isinstance(argument, int) and not isinstance(argument, bool):
-            return "cuda"
-    return ""
+            device = str(argument)
+        elif isinstance(argument, int) and not isinstance(argument, bool):
+            device = f"cuda:{argument}"
+    return f"cuda:{torch.cuda.current_device()}" if device == "cuda" else device

@@ -2,15 +2,78 @@
 
 from __future__ import annotations
 
+import tomllib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from importlib.resources import files
 
 from stepladder.core.numbers import format_count
-from stepladder.tools.check.relations import gradients, shown
+from stepladder.tools.check import relations
+from stepladder.tools.check.relations import gradients, samples_read, shown
+from stepladder.tools.check.relations.facts import facts_of
 from stepladder.tools.check.relations.frozen_runs import FrozenRuns, FrozenScript
-from stepladder.tools.check.relations.samples_read import are_of_one_data_set
 from stepladder.tools.check.relations.violation import Violation
 from stepladder.tools.check.rules.evidence import CHECK_TEXTS, RunEvidence
-from stepladder.tools.findings.finding import Finding
+from stepladder.tools.check.rules.process import shared_gpus
+from stepladder.tools.findings.finding import Finding, Severity
+
+TABLE = files(relations).joinpath("explanations.toml").read_text(encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """A likely cause of a violated relation.
+
+    Args:
+        rule: The rule that has its texts.
+        when: The facts that must all be true.
+        severity: A severity other than that of the rule.
+    """
+
+    rule: str
+    when: tuple[str, ...]
+    severity: Severity | None = None
+
+
+EXPLANATIONS = [Explanation(**row) for row in tomllib.loads(TABLE)["explanation"]]
+CHECK_TEXTS.validate(explanation.rule for explanation in EXPLANATIONS)
+
+
+@dataclass(frozen=True)
+class Relation:
+    """What must be the same with frozen weights on one process and on several.
+
+    Args:
+        name: Its name, which is that of its texts.
+        violations: Yields where it does not hold.
+        count: Returns how much was compared.
+        unit: What is counted.
+        holds: What is said where it holds.
+    """
+
+    name: str
+    violations: Callable[[FrozenRuns], Iterator[Violation]]
+    count: Callable[[FrozenRuns], int]
+    unit: str
+    holds: str
+
+
+RELATIONS = (
+    Relation(
+        "gradients",
+        gradients.violations,
+        gradients.count_compared,
+        "step",
+        "gradients: with the same weights, the mean of {} is that of one process",
+    ),
+    Relation(
+        "shown-numbers",
+        shown.violations,
+        shown.count_compared,
+        "line",
+        "numbers: with the same weights, {} as on one process",
+    ),
+)
 
 
 @dataclass(frozen=True)
@@ -38,29 +101,32 @@ def compare_with_one_process(script: FrozenScript, evidence: RunEvidence) -> Com
         runs = script.measure_noise(runs)
         violations = violations_of(runs)
     held = []
-    if not are_of_one_data_set(runs):
+    if not samples_read.are_of_one_data_set(runs):
         held.append("not compared with one process: a rank reads data that one process does not")
     kinds = {violation.relation for violation in violations}
-    if "gradients" not in kinds and (count := gradients.count_compared(runs)):
-        held.append(
-            f"gradients: with the same weights, the mean of {format_count(count, 'step')} is that "
-            "of one process"
-        )
-    if "shown-numbers" not in kinds and (count := shown.count_compared(runs)):
-        held.append(
-            f"numbers: with the same weights, {format_count(count, 'line')} as on one process"
-        )
-    return ComparisonWithOne([finding_of(one, runs, evidence) for one in violations], held)
+    for relation in RELATIONS:
+        if relation.name not in kinds and (count := relation.count(runs)):
+            held.append(relation.holds.format(format_count(count, relation.unit)))
+    findings = [finding_of(violation, runs, evidence) for violation in violations]
+    findings += shared_gpus(RunEvidence(runs.compared, evidence.source))
+    return ComparisonWithOne(findings, held)
 
 
 def violations_of(runs: FrozenRuns) -> list[Violation]:
-    """Return the violated relations, the most certain first."""
-    violations = [*gradients.violations(runs), *shown.violations(runs)]
+    """Return the violations of the first relation that has some, the most certain first.
+
+    Of other samples all that follows is other than on one process.
+    """
+    samples = list(samples_read.violations(runs))
+    violations = samples or [one for relation in RELATIONS for one in relation.violations(runs)]
     return sorted(violations, key=lambda violation: -violation.certainty)
 
 
 def finding_of(violation: Violation, runs: FrozenRuns, evidence: RunEvidence) -> Finding:
+    """Return the finding of a violation, by the first explanation whose facts are all true."""
     # Its lines are those of the copy in which it ran.
-    in_copy = RunEvidence(runs.compared, evidence.source)
-    location = in_copy.location(violation.line)
-    return CHECK_TEXTS.finding(violation.relation, location, violation.evidence)
+    location = RunEvidence(runs.compared, evidence.source).location(violation.line)
+    facts = {violation.relation, *facts_of(violation, evidence)}
+    fitting = (each for each in EXPLANATIONS if facts.issuperset(each.when))
+    explanation = next(fitting, Explanation(violation.relation, ()))
+    return CHECK_TEXTS.finding(explanation.rule, location, violation.evidence, explanation.severity)

@@ -28,7 +28,16 @@ MAX_SECONDS = 120.0
 
 
 class NotComparable(Exception):
-    """Runs with frozen weights prove nothing; the text says why."""
+    """Runs with frozen weights prove nothing; the text says why.
+
+    Args:
+        reason: Why.
+        stood_still: The recording of a run on one node that stood still.
+    """
+
+    def __init__(self, reason: str, stood_still: Recording | None = None) -> None:
+        super().__init__(reason)
+        self.stood_still = stood_still
 
 
 @dataclass(frozen=True)
@@ -86,12 +95,16 @@ class FrozenScript:
             outcomes = run_together(launches)
         recordings = {}
         for name, (key, launch) in zip(variants, launches.items(), strict=True):
-            if reason := reason_against(outcomes[key]):
-                raise NotComparable(f"with frozen weights ({name}) the script {reason}")
+            outcome = outcomes[key]
             settings = launch.settings
-            recordings[name] = read_recording(
-                outcomes[key].folder, settings.original, settings.copy
-            )
+            recording = read_recording(outcome.folder, settings.original, settings.copy)
+            recording = outcome.complete(recording)
+            if reason := reason_against(outcome):
+                stood_still = recording if outcome.has_stalled else None
+                raise NotComparable(
+                    f"with frozen weights ({name}) the script {reason}", stood_still
+                )
+            recordings[name] = recording
         return recordings
 
     def launch_of(self, variant: Variant, sandbox: Sandbox, nproc: int) -> RankLaunch:
@@ -107,7 +120,7 @@ class FrozenScript:
             settings=settings,
             sandbox=sandbox,
             nproc=nproc,
-            nodes=1 if nproc == 1 else launch.nodes,
+            nodes=1,  # so each rank has a local rank of its own, and a GPU
             timeout_s=min(launch.timeout_s, MAX_SECONDS),
         )
 

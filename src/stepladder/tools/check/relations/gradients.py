@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from stepladder.tools.check.events import BeforeStep, MeanGradient
+from stepladder.tools.check.events import BeforeStep, MeanGradient, OptimizerStep
 from stepladder.tools.check.recording import RankLog
 from stepladder.tools.check.relations.frozen_runs import FrozenRuns
 from stepladder.tools.check.relations.samples_read import training_samples
-from stepladder.tools.check.relations.violation import Violation
+from stepladder.tools.check.relations.violation import SAME_RATIO, Violation
 from stepladder.tools.check.rules.model import is_sharded
 from stepladder.tools.probe.events import CodeLine
 
@@ -75,15 +75,19 @@ def violations(runs: FrozenRuns) -> Iterator[Violation]:
             if number not in reference or number not in shuffled:
                 continue
             violation = compare(reference[number], shuffled[number], gradient, moved)
-            if violation:
-                yield Violation(
-                    "gradients",
-                    line_of_step(log, number),
-                    violation.certainty,
-                    f"rank {rank}: {violation.evidence}",
-                    violation.facts,
-                )
+            if violation and not is_scaled_by_rate(runs, rank, number, violation.ratio):
+                text = f"rank {rank}: {violation.evidence}"
+                yield replace(violation, line=line_of_step(log, number), evidence=text)
                 return
+
+
+def is_scaled_by_rate(runs: FrozenRuns, rank: int, number: int, ratio: float) -> bool:
+    """Return whether a learning rate makes up for gradients that are a multiple."""
+    rates = [
+        [event.lr[0] for event in log.select(OptimizerStep) if event.optimizer == number]
+        for log in (runs.reference.ranks[0], runs.compared.ranks[rank])
+    ]
+    return all(rates) and math.isclose(rates[0][0], ratio * rates[1][0], rel_tol=SAME_RATIO)
 
 
 def count_compared(runs: FrozenRuns) -> int:
@@ -138,6 +142,8 @@ def compare(
         return None
     product = sum(v * gradient.mean[k] for k, v in reference.mean.items() if k in gradient.mean)
     ratio = product / (norm * norm)
+    multiple = {name: ratio * value for name, value in reference.mean.items()}
+    is_multiple = distance(gradient.mean, multiple) / norm <= allowed * abs(ratio)
     return Violation(
         "gradients",
         None,
@@ -145,5 +151,5 @@ def compare(
         f"with the same weights the mean gradient of all steps is {ratio:.3g} times that of one "
         f"process, and differs by {100 * difference:.3g} %; other random numbers change it by "
         f"{100 * noise:.2g} %",
-        {"ratio": ratio},
+        ratio if is_multiple else math.nan,
     )

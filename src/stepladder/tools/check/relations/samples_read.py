@@ -1,13 +1,14 @@
-"""The samples that runs with frozen weights have read: whether their numbers can be compared."""
+"""R1: with frozen weights all ranks together read the samples that one process reads."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from stepladder.tools.check.recording import LoaderPass, RankLog, Recording
 from stepladder.tools.check.relations.frozen_runs import FrozenRuns
+from stepladder.tools.check.relations.violation import Violation
 
 KNOWN_SHARE = 0.5  # of the rows: random augmentation makes others of them in each run
 
@@ -76,3 +77,23 @@ def other_samples(run: Recording) -> SamplesRead:
 
 def passes_without_training(log: RankLog) -> list[LoaderPass]:
     return [one_pass for one_pass in log.passes if not one_pass.is_training]
+
+
+def violations(runs: FrozenRuns) -> Iterator[Violation]:
+    """Yield the samples that one process trains, and of several ranks none does."""
+    reference, compared = training_samples(runs.reference), training_samples(runs.compared)
+    if reference.counts is None or compared.counts is None or not compared.is_of(reference):
+        return
+    passes = [p for log in runs.compared.ranks for p in log.training_passes]
+    missing = sorted(reference.counts.keys() - compared.counts.keys(), key=str)
+    # A remainder that makes shares equal is left out in each pass, another one each time.
+    remainder = len(runs.compared.ranks) * max(b.size for p in passes for b in p.batches)
+    if len(missing) > remainder:
+        shown = ", ".join(str(sample) for sample in missing[:3])
+        yield Violation(
+            "samples",
+            passes[0].loader_line,
+            len(missing) / remainder,
+            f"{len(missing)} of the {len(reference.counts)} samples that one process trains are "
+            f"read by none of several ranks, such as {shown}",
+        )

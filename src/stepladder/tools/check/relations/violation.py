@@ -1,11 +1,13 @@
-"""A violated relation: where, and by which facts."""
+"""A violated relation: where, and how far."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+import math
+from dataclasses import dataclass
 
 from stepladder.tools.probe.events import CodeLine
+
+SAME_RATIO = 0.02  # the relative difference of ratios that are the same
 
 
 @dataclass(frozen=True)
@@ -16,12 +18,12 @@ class Violation:
         relation: Its name, such as `shown-numbers`.
         line: The line of the user's code.
         certainty: How often the difference is larger than what is allowed.
-        facts: What is known of it, by name; explanations are chosen by these.
         evidence: What was seen, in words.
+        ratio: How many times the value of one process that of several is; nan if it is no multiple.
     """
 
     relation: str
     line: CodeLine | None
     certainty: float
     evidence: str
-    facts: dict[str, Any] = field(default_factory=dict)
+    ratio: float = math.nan

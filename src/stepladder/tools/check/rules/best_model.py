@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from pathlib import PurePath
 
-from stepladder.tools.check.events import Print, Save
-from stepladder.tools.check.rules.evidence import Findings, RunEvidence, rank_rule
-from stepladder.tools.check.rules.metrics import (
-    describe_share,
-    evaluations_of_shares,
-    has_collective_after,
+from stepladder.tools.check.events import Print, Save, ScriptCollective
+from stepladder.tools.check.recording import LoaderPass, RankLog
+from stepladder.tools.check.rules.evidence import (
+    Findings,
+    Passes,
+    RunEvidence,
+    are_complete,
+    rank_rule,
 )
+from stepladder.tools.check.rules.samples import shares_of
+
+WITHOUT_RESULT = ("barrier", "reduce", "gather", "gather_object")  # on ranks other than the first
 
 
 @rank_rule("one-rank-metric.best")
@@ -34,3 +39,30 @@ def best_of_one_rank(evidence: RunEvidence) -> Findings:
                 0,
             )
             return
+
+
+def evaluations_of_shares(evidence: RunEvidence) -> list[Passes]:
+    """Return the evaluations in which each rank has read other samples."""
+    return [p for p in evidence.evaluation_passes() if are_complete(p) and are_shares(p)]
+
+
+def describe_share(passes: Passes) -> str:
+    counts = [one_pass.sample_count for one_pass in passes]
+    return f"rank 0 evaluates {counts[0]} of {sum(counts)} samples"
+
+
+def are_shares(passes: Passes) -> bool:
+    """Return whether the ranks have read different samples."""
+    shares = shares_of(passes)
+    if not shares or not shares[0]:
+        return False
+    first = set(shares[0])
+    return len(first.intersection(shares[1])) < 0.5 * len(first)
+
+
+def has_collective_after(log: RankLog, one_pass: LoaderPass) -> bool:
+    """Return whether all ranks get a result in the pass, or after it."""
+    events = [*one_pass.events, *log.events_until_training(one_pass)]
+    collectives = [event for event in events if isinstance(event, ScriptCollective)]
+    without_result = WITHOUT_RESULT if log.rank else ("barrier",)
+    return any(event.op not in without_result for event in collectives)

@@ -7,20 +7,12 @@ from collections.abc import Iterable
 from operator import ne
 from typing import Literal
 
-from stepladder.tools.check.events import (
-    Backward,
-    Forward,
-    PassStart,
-    Sampled,
-    ScriptCollective,
-    Statistic,
-)
+from stepladder.tools.check.events import Backward, Forward, PassStart, ScriptCollective, Statistic
 from stepladder.tools.check.recording import LoaderPass, RankLog
 from stepladder.tools.check.rules.evidence import (
     Findings,
     Passes,
     RunEvidence,
-    align,
     are_complete,
     rank_rule,
     run_rule,
@@ -149,36 +141,6 @@ def eval_keeps_graph(evidence: RunEvidence) -> Findings:
                 f"build a graph",
             )
             return
-
-
-@run_rule("padded-evaluation")
-def padded_by_hand(evidence: RunEvidence) -> Findings:
-    """Find a padded evaluation that iterates over the sampler itself, without a loader."""
-    for events in align(log.select(Sampled) for log in evidence.ranks):
-        first = events[0]
-        indices = [index for event in events for index in event.indices]
-        count = len(indices)
-        length = first.length
-        if first.shuffle or count == length or count <= len(set(indices)):
-            continue
-        sums: Counter[int] = Counter()
-        for values in map(first_reduced_values, evidence.ranks, events):
-            sums.update(values)
-        if count in sums.values() and length not in sums.values():
-            yield evidence.finding(
-                "padded-evaluation",
-                first.at,
-                f"{count - length} of {length} samples are counted twice; the reduced count is "
-                f"{count}",
-            )
-            return
-
-
-def first_reduced_values(log: RankLog, event: Sampled) -> dict[int, int]:
-    """Return the values in the four collectives after an event, by position."""
-    collectives = [later for later in log.select(ScriptCollective) if later.n > event.n][:4]
-    values = [value for later in collectives for value in later.value]
-    return {index: int(value) for index, value in enumerate(values) if abs(value) < 1e9}
 
 
 def find_reduced_count(

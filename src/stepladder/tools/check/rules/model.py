@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from operator import itemgetter
 from typing import TypeVar
 
@@ -20,9 +20,9 @@ from stepladder.tools.check.events import (
 )
 from stepladder.tools.check.recording import RankLog
 from stepladder.tools.check.rules.evidence import Findings, RunEvidence, align, rank_rule
-from stepladder.tools.check.rules.exchanged_gradients import are_equal
 from stepladder.tools.findings.finding import Finding
 
+ROUNDING_OF_GRADIENTS = 1e-3  # relative, of gradients that are exchanged in half precision
 StepKey = tuple[int, int]  # an optimizer's number, in the order of first use, and its step
 S = TypeVar("S", BeforeStep, OptimizerStep)
 T = TypeVar("T")
@@ -116,6 +116,14 @@ def not_wrapped(evidence: RunEvidence) -> Findings:
     if not has_group:
         text += "; the ranks never met in a process group"
     yield evidence.finding("not-wrapped", steps[key][0].at, text)
+
+
+def are_equal(first: Sequence[float], second: Sequence[float]) -> bool:
+    """Return whether sums of gradients are known, and the same but for rounding."""
+    if not first or len(first) != len(second):
+        return False
+    tolerance = ROUNDING_OF_GRADIENTS * max(map(abs, [*first, *second]))
+    return all(abs(a - b) <= tolerance for a, b in zip(first, second, strict=True))
 
 
 def describe_gradients(first: BeforeStep, second: BeforeStep) -> str:

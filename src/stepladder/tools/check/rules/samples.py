@@ -20,7 +20,7 @@ from stepladder.tools.check.rules.evidence import (
 from stepladder.tools.findings.finding import Finding
 
 MIN_COMMON_ROWS = 8
-MIN_CHANCE = 0.001  # of what is no finding
+DEVIATIONS_OF_CHANCE = 5
 Share = list[object]  # what one rank reads in a pass: indices, or hashes of rows
 
 
@@ -292,14 +292,8 @@ def can_miss_by_chance(count: int, length: int, unread_counts: list[int]) -> boo
         length: The samples of the data set.
         unread_counts: The samples that each pass leaves out.
     """
-    if not count:
-        return True
     expected = length * math.prod(unread / length for unread in unread_counts)
-    logarithm = math.log(expected)
-    fewer = 0.0
-    for number in range(count):  # in logarithms: powers and factorials are too large for a float
-        fewer += math.exp(number * logarithm - expected - math.lgamma(number + 1))
-    return 1 - fewer > MIN_CHANCE  # of as many samples or more, by the distribution of Poisson
+    return count <= expected + DEVIATIONS_OF_CHANCE * math.sqrt(expected) + 3
 
 
 def samples_lost_by_epoch(evidence: RunEvidence, passes: Passes) -> Findings:

@@ -4,32 +4,17 @@ from __future__ import annotations
 
 import ast
 import re
-from typing import Literal
 
 from stepladder.tools.check.rules.evidence import CHECK_TEXTS, Findings, source_rule
-from stepladder.tools.check.rules.rank_values import RANK, depends_on
 from stepladder.tools.check.script_source import (
     ScriptSource,
     SourceFile,
     constant_value,
-    find_nodes,
     keyword_value,
     last_name,
 )
 from stepladder.tools.findings.finding import Finding, Location
 
-DeviceChoice = Literal["", "constant", "by rank"]  # how an expression names a GPU
-
-CHOOSES_DEVICES = ("Accelerator", "Fabric", "Trainer")
-# Set by a script that starts its ranks in a way of its own, such as one in each container.
-CHOOSES_RANK_OR_GPU = ("CUDA_VISIBLE_DEVICES", "WORLD_SIZE")
-MAKES_RANKS = (
-    "init_process_group",
-    "DistributedDataParallel",
-    "spawn",
-    "start_processes",
-    "init_device_mesh",
-)
 TCP_PORT = re.compile(r"tcp://[^:]*:(\d+)")
 
 
@@ -100,72 +85,6 @@ def unsafe_load(source: ScriptSource) -> Findings:
         weights_only = constant_value(keyword_value(call, "weights_only"))
         if file.qualified_name(call.func) == "torch.load" and weights_only is False:
             yield finding_at("unsafe-load", file, call, "torch.load with weights_only=False")
-
-
-@source_rule("device-per-rank")
-def device_per_rank(source: ScriptSource) -> Findings:
-    """Find a GPU by a constant name, where no GPU is chosen by the rank."""
-    if source.calls(*CHOOSES_DEVICES) or not source.calls(*MAKES_RANKS):
-        return
-    nodes = list(source.nodes(ast.AST))
-    if any(chooses_rank_or_gpu(node) for _, node in nodes):
-        return
-    choices = [(file, node, device_choice(node, source)) for file, node in nodes]
-    if any(choice == "by rank" for _, _, choice in choices):
-        return
-    for file, node, choice in choices:
-        if choice == "constant":
-            text = (
-                f"{ast.unparse(node)[:60]} on every rank, and no set_device: all ranks of a node "
-                f"use GPU 0"
-            )
-            yield finding_at("device-per-rank", file, node, text)
-            return
-
-
-def chooses_rank_or_gpu(node: ast.AST) -> bool:
-    return any(value_of_variable(node, name) for name in CHOOSES_RANK_OR_GPU)
-
-
-def device_choice(node: ast.AST, source: ScriptSource) -> DeviceChoice:
-    """Return how a call or a text chooses a GPU; empty where it chooses none."""
-    if isinstance(node, ast.JoinedStr):
-        has_variable = any(isinstance(part, ast.FormattedValue) for part in node.values)
-        return "by rank" if has_variable and names_cuda(node) else ""
-    name = last_name(node.func) if isinstance(node, ast.Call) else ""
-    if not isinstance(node, ast.Call) or name not in ("set_device", "cuda", "device", "to"):
-        return ""
-    keywords = [word.value for word in node.keywords if word.arg in ("device", "index")]
-    args = [*node.args, *keywords]
-    takes_number = name in ("set_device", "cuda")
-    numbers: list[ast.expr] = []
-    if takes_number:
-        numbers = args
-    elif name == "device":
-        numbers = args[1:]
-    devices: list[ast.expr] = []
-    if args and not takes_number:
-        devices = choices_of(args[0])
-    is_by_rank = any(is_computed_name(device) for device in devices)
-    is_by_rank |= any(depends_on(device, RANK, source) for device in devices)
-    if is_by_rank or not all(isinstance(number, ast.Constant) for number in numbers):
-        return "by rank"
-    is_gpu = takes_number or any(map(names_cuda, devices))
-    return "constant" if is_gpu else ""
-
-
-def choices_of(device: ast.expr) -> list[ast.expr]:
-    return [device.body, device.orelse] if isinstance(device, ast.IfExp) else [device]
-
-
-def is_computed_name(device: ast.expr) -> bool:
-    """Return whether it is `"cuda:%d" % rank`, or another text that is made of a variable."""
-    has_variable = any(find_nodes(device, ast.Name))
-    return isinstance(device, ast.Call | ast.BinOp) and has_variable and names_cuda(device)
-
-
-def names_cuda(node: ast.expr) -> bool:
-    return any(str(constant_value(part)).startswith("cuda") for part in ast.walk(node))
 
 
 @source_rule("clip-scaled")

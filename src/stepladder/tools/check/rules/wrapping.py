@@ -16,7 +16,7 @@ from stepladder.tools.check.events import (
 )
 from stepladder.tools.check.rules.evidence import Findings, RunEvidence, align, rank_rule, run_rule
 from stepladder.tools.check.rules.model import first_difference
-from stepladder.tools.check.rules.shown_metrics import names_rank
+from stepladder.tools.check.rules.shown_values import names_rank
 
 REPLICATES = re.compile("NO_SHARD|HYBRID")
 SHARDING_WRAPPER = "FullyShardedDataParallel"
