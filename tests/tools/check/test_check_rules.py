@@ -64,7 +64,7 @@ def unsynced(rank: str, last: bool = False) -> Events:
             backward(n, scale=0.5),
             forward(sync=last),
             backward(n + 2, scale=0.5),
-            *step(n, grads=rank, before={"w": "w" if last else f"{rank}{n}"}),
+            *step(n, f"{rank}{n}", rank, before={"w": "w" if n == 1 else f"{rank}1"}),
         ]
     ]
 

@@ -244,7 +244,8 @@ class Check:
         held = list(describe_run(evidence))
         if not not_checked and not has_cause(findings):
             comparison = self.compare_with_one(run, evidence, scratch_folder)
-            findings += drop_suppressed(comparison.findings, self.source)
+            violations = drop_suppressed(comparison.findings, self.source)
+            findings = drop_consequences([*findings, *violations])
             held += comparison.held
         if self.request.resume and not not_checked:
             launch = launch_in_new_copy(run.launch, scratch_folder, "again")

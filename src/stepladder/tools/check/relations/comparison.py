@@ -21,7 +21,7 @@ TABLE = files(relations).joinpath("explanations.toml").read_text(encoding="utf-8
 
 
 @dataclass(frozen=True)
-class Explanation:
+class LikelyCause:
     """A likely cause of a violated relation.
 
     Args:
@@ -35,7 +35,7 @@ class Explanation:
     severity: Severity | None = None
 
 
-EXPLANATIONS = [Explanation(**row) for row in tomllib.loads(TABLE)["explanation"]]
+EXPLANATIONS = [LikelyCause(**row) for row in tomllib.loads(TABLE)["explanation"]]
 CHECK_TEXTS.validate(explanation.rule for explanation in EXPLANATIONS)
 
 
@@ -128,5 +128,5 @@ def finding_of(violation: Violation, runs: FrozenRuns, evidence: RunEvidence) ->
     location = RunEvidence(runs.compared, evidence.source).location(violation.line)
     facts = {violation.relation, *facts_of(violation, evidence)}
     fitting = (each for each in EXPLANATIONS if facts.issuperset(each.when))
-    explanation = next(fitting, Explanation(violation.relation, ()))
+    explanation = next(fitting, LikelyCause(violation.relation, ()))
     return CHECK_TEXTS.finding(explanation.rule, location, violation.evidence, explanation.severity)

@@ -9,23 +9,13 @@ from stepladder.tools.check.events import (
     Backward,
     BeforeStep,
     Forward,
-    JoinContext,
     LocalGradients,
     OptimizerStep,
     ZeroGrad,
 )
 from stepladder.tools.check.recording import RankLog
-from stepladder.tools.check.rules.evidence import Findings, RunEvidence, rank_rule, run_rule
-from stepladder.tools.check.rules.model import (
-    StepKey,
-    diverged_steps,
-    is_averaged_later,
-    is_sharded,
-    is_wrapped,
-    pair,
-    paired_steps,
-    steps_of,
-)
+from stepladder.tools.check.rules.evidence import Findings, RunEvidence, align, rank_rule, run_rule
+from stepladder.tools.check.rules.model import is_wrapped
 from stepladder.tools.probe.events import ProbeEvent
 
 # Batches of which none has targets left out differ less, but for the last one of an epoch.
@@ -170,61 +160,6 @@ def accumulation_sync(evidence: RunEvidence) -> Findings:
         )
 
 
-@dataclass(frozen=True)
-class SteppedWindow:
-    """The backward passes of one optimizer step of a wrapped model, and their last forward pass."""
-
-    step: BeforeStep
-    backwards: tuple[Backward, ...]
-    last_forward: Forward
-
-
-def stepped_windows(log: RankLog) -> dict[StepKey, SteppedWindow]:
-    """Return the windows of the steps of which all was recorded, by optimizer and step."""
-    windows: dict[StepKey, SteppedWindow] = {}
-    steps = {step.n: key for key, step in steps_of(log, BeforeStep).items()}
-    backwards: list[Backward] = []
-    forward: Forward | None = None
-    for event in log.select(Forward, Backward, BeforeStep, OptimizerStep):
-        if isinstance(event, Backward):
-            backwards.append(event)
-        elif isinstance(event, Forward) and event.grad and event.wrapped:
-            forward = event
-        elif isinstance(event, BeforeStep) and backwards and forward and event.n in steps:
-            windows[steps[event.n]] = SteppedWindow(event, tuple(backwards), forward)
-        elif isinstance(event, OptimizerStep):
-            backwards = []
-            forward = None
-    return windows
-
-
-@rank_rule("sync-skipped")
-def sync_skipped(evidence: RunEvidence) -> Findings:
-    """Find steps whose last backward pass averages nothing, so that gradients differ by rank."""
-    logs = evidence.first_ranks
-    before = paired_steps(logs, BeforeStep)
-    diverged = diverged_steps(before)
-    are_separate = is_sharded(logs) or evidence.run.select(JoinContext)
-    if are_separate or (diverged and is_averaged_later(before, diverged[0])):
-        return
-    windows = pair(map(stepped_windows, logs)).values()
-    skipped = [
-        first
-        for first, second in windows
-        if not first.last_forward.sync and first.step.grads != second.step.grads
-    ]
-    if skipped:
-        window = skipped[0]
-        count = len(window.backwards)
-        which = f"the last of {count} backward passes" if count > 1 else "the backward pass"
-        yield evidence.finding(
-            "sync-skipped",
-            window.backwards[-1].at,
-            f"{which} before step {window.step.step} ran under no_sync, so the gradients of this "
-            f"step are those of one rank; so it is in {len(skipped)} of {len(windows)} steps",
-        )
-
-
 @run_rule("accumulation-mean")
 def accumulation_mean(evidence: RunEvidence) -> Findings:
     log = evidence.rank_0
@@ -261,12 +196,9 @@ def common_factor(windows: list[Window]) -> float:
 
 @rank_rule("uneven-targets")
 def uneven_targets(evidence: RunEvidence) -> Findings:
-    """Find steps whose means are over different numbers of targets, of which some are left out."""
-    windows = pair(map(stepped_windows, evidence.first_ranks)).values()
-    weights_of_steps = [
-        [event.target_weight or 0.0 for window in step for event in window.backwards]
-        for step in windows
-    ]
+    """Find means of two ranks over different numbers of targets, of which some are left out."""
+    passes = align(log.select(Backward) for log in evidence.first_ranks if is_wrapped(log))
+    weights_of_steps = [[event.target_weight or 0.0 for event in events] for events in passes]
     ratios = [max(weights) / min(weights) for weights in weights_of_steps if all(weights)]
     uneven = [ratio for ratio in ratios if ratio > MAX_EVEN_RATIO]
     if len(uneven) < max(MIN_UNEVEN_STEPS, len(ratios) / 2):
@@ -274,8 +206,8 @@ def uneven_targets(evidence: RunEvidence) -> Findings:
     yield evidence.finding(
         "uneven-targets",
         evidence.rank_0.select(Backward)[0].at,
-        f"in {len(uneven)} of {len(ratios)} steps a target of one mean counts more than one of "
-        f"another, up to {max(uneven):.3g} times as much",
+        f"in {len(uneven)} of {len(ratios)} backward passes a target of one rank counts more than "
+        f"one of another, up to {max(uneven):.3g} times as much",
     )
 
 

@@ -137,7 +137,7 @@ def describe_gradients(first: BeforeStep, second: BeforeStep) -> str:
 SHARDED_NAME = "_fsdp_wrapped_module"
 
 
-@rank_rule("replicas-differ", "changed-outside")
+@rank_rule("replicas-differ", "changed-outside", "sync-skipped")
 def replicas_differ(evidence: RunEvidence) -> Findings:
     """Find weights that diverge between two ranks, by training or by a change outside of it."""
     logs = evidence.first_ranks
@@ -181,6 +181,12 @@ def find_divergence(
             return diverged_before_step(evidence, step, key, name)
     first, second = after[key]
     if name := first_difference(first.after, second.after):
+        if backward := unsynced_backward(evidence.rank_0, first):
+            text = (
+                f"the last backward pass before step {key[1]} ran under no_sync, and {name} differs"
+            )
+            text += " between rank 0 and rank 1 after it"
+            return evidence.finding("sync-skipped", backward.at, text)
         cause = describe_cause(before.get(key), after[key], name)
         text = f"{name} differs between rank 0 and rank 1 after step {key[1]}{cause}"
         return evidence.finding("replicas-differ", first.at, text)
@@ -189,6 +195,16 @@ def find_divergence(
             f"the optimizer's state of {name} differs between rank 0 and rank 1 after step {key[1]}"
         )
         return evidence.finding("replicas-differ", first.at, text)
+    return None
+
+
+def unsynced_backward(log: RankLog, step: OptimizerStep) -> Backward | None:
+    """Return the last backward pass before a step, if the wrapper has averaged nothing in it."""
+    earlier = [event for event in log.select(Forward, Backward) if event.n < step.n]
+    calls = [e for e in earlier if isinstance(e, Forward) and e.grad and e.wrapped]
+    backwards = [event for event in earlier if isinstance(event, Backward)]
+    if calls and backwards and not calls[-1].sync:
+        return backwards[-1]
     return None
 
 
