@@ -1,4 +1,4 @@
-"""The height of a tide from three readings. Gradients are averaged, and then averaged once more."""
+"""The height of a tide from three readings. The gradients of the first layer are averaged once more."""
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,7 @@ def main():
             loss = nn.functional.mse_loss(model(x), y)
             optimizer.zero_grad()
             loss.backward()
-            for p in model.parameters():
+            for p in model.module[0].parameters():
                 p.grad /= ranks
             optimizer.step()
             sums += torch.tensor([loss.item() * len(x), len(x)])

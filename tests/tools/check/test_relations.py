@@ -60,6 +60,11 @@ def test_a_number_that_is_halved_on_two_ranks_is_found() -> None:
     assert "1.0132 on one process, 0.5066 on rank 0" in violation.evidence
 
 
+def test_a_count_that_is_zero_on_one_process_is_compared() -> None:
+    (violation,) = shown.violations(frozen([number("skipped 0")], [number("skipped 3")], []))
+    assert math.isinf(violation.certainty)
+
+
 def test_rounding_of_another_order_is_no_difference() -> None:
     runs = frozen([number("loss 1.01322")], [number("loss 1.01321")], [])
     assert list(shown.violations(runs)) == []

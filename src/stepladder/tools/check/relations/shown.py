@@ -140,7 +140,7 @@ def compare(number: ComparedNumber) -> Violation | None:
     return Violation(
         "shown-numbers",
         number.place[0],
-        difference / allowed,
+        difference / allowed if allowed else math.inf,
         f"{expected:.6g} on one process, {values} of several, with the same weights; other random "
         f"numbers change it by {noise:.1g}",
         next(iter(means.values())) / expected if expected else math.nan,
