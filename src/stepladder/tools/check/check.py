@@ -275,7 +275,8 @@ class Check:
         ranks = len(run.recording.ranks)
         has_steps = bool(run.recording.select(OptimizerStep))
         is_divided = bool(run.recording.select(ModelDivided))
-        is_cut = bool(self.request.steps) or run.outcome.late
+        is_cut = bool(self.request.steps) or run.outcome.late or run.outcome.failed
+        is_cut |= run.outcome.has_stalled
         if ranks < 2 or is_cut or not has_steps or is_divided:
             return ComparisonWithOne()
         try:

@@ -37,6 +37,7 @@ class ProbeSettings:
         enough_after_s: The seconds until which more than two epochs are run.
         stop_at_snapshot: Whether ranks wait to be ended after their first snapshot.
         frozen: Which run with frozen weights this is; empty where weights move.
+        neutral: Whether dropout, batch statistics and random augmentation have no effect.
         mechanism: What protects the files outside the copy.
         writable: The folders that may be written.
     """
@@ -52,6 +53,7 @@ class ProbeSettings:
     enough_after_s: float = 20.0
     stop_at_snapshot: bool = False
     frozen: Literal["", "plain", "shuffled", "reweighted"] = ""
+    neutral: bool = False
     mechanism: str = ""
     writable: tuple[str, ...] = ()
 

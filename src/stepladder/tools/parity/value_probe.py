@@ -7,27 +7,21 @@ batch statistics and random augmentation.
 
 from __future__ import annotations
 
-import random
-import sys
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.optim import optimizer as optimizers
-from torch.utils.data._utils import fetch
 
-from stepladder.tools.check.probe import digests
+from stepladder.tools.check.probe import digests, noise
 from stepladder.tools.check.probe.hooks_train import (
     is_inner_step,
     is_recorded_fully,
     named_parameters_of,
     training_tracker,
 )
-from stepladder.tools.check.probe.patching import NestingDepth, default_on_error, get_argument, wrap
+from stepladder.tools.check.probe.patching import default_on_error
 from stepladder.tools.check.probe.probe_log import current_log
 from stepladder.tools.parity.events import StepValues, ValueSettings
 
@@ -35,17 +29,7 @@ FULLY_RECORDED_STEPS = 200  # of later steps only some are recorded
 MAX_VALUES_PER_STEP = 2048
 MIN_VALUES_PER_TENSOR = 8
 MAX_VALUES_PER_TENSOR = 128
-DROPOUTS = (
-    "dropout",
-    "dropout1d",
-    "dropout2d",
-    "dropout3d",
-    "alpha_dropout",
-    "feature_alpha_dropout",
-)
-RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 PERTURBATION_SEED = 1
-SEEDS_OF_NUMPY = 1 << 32
 
 
 class ValueRecorder:
@@ -112,24 +96,7 @@ def attach() -> None:
     optimizers.register_optimizer_step_pre_hook(lambda opt, *_: recorder.before_step(opt))
     optimizers.register_optimizer_step_post_hook(lambda opt, *_: recorder.after_step(opt))
     nn.modules.module.register_module_forward_hook(make_forward_hook(recorder))
-    attach_to_layers(recorder)
-    if settings.neutral:
-        wrap(fetch._MapDatasetFetcher, "fetch", fetch_with_own_seeds)
-
-
-def attach_to_layers(recorder: ValueRecorder) -> None:
-    """Wrap the functions whose results differ by rank."""
-    around_dropout = make_dropout_wrapper(recorder)
-    for name in DROPOUTS:
-        wrap(functional, name, around_dropout)
-    around_recurrent = make_recurrent_wrapper(recorder)
-    for name in RECURRENT:
-        wrap(torch._VF, name, around_recurrent)
-    around_attention = make_attention_wrapper(recorder)
-    around_batch_norm = make_batch_norm_wrapper(recorder)
-    wrap(functional, "scaled_dot_product_attention", around_attention)
-    wrap(functional, "batch_norm", around_batch_norm)
-    wrap(nn.SyncBatchNorm, "forward", call_synchronized)
+    noise.attach(recorder.count_call, settings.neutral)
 
 
 @default_on_error(dict)
@@ -202,114 +169,3 @@ def make_forward_hook(recorder: ValueRecorder) -> Any:
         return perturbed
 
     return observe_output
-
-
-def make_dropout_wrapper(recorder: ValueRecorder) -> Any:
-    def around(original: Any, *args: Any, **kwargs: Any) -> Any:
-        probability = get_argument(args, kwargs, 1, "p")
-        training = get_argument(args, kwargs, 2, "training")
-        if training is False or probability == 0:
-            return original(*args, **kwargs)
-        recorder.count_call("dropout")
-        if recorder.settings.neutral:
-            return get_argument(args, kwargs, 0, "input")
-        return original(*args, **kwargs)
-
-    return around
-
-
-def make_attention_wrapper(recorder: ValueRecorder) -> Any:
-    def around(original: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
-        arguments = list(args)
-        probability = get_argument(args, kwargs, 1, "dropout_p") or 0.0
-        if probability > 0:
-            recorder.count_call("dropout")
-        if probability > 0 and recorder.settings.neutral:
-            if len(arguments) > 1:
-                arguments[1] = 0.0
-            else:
-                kwargs["dropout_p"] = 0.0
-        return original(query, key, value, *arguments, **kwargs)
-
-    return around
-
-
-def make_recurrent_wrapper(recorder: ValueRecorder) -> Any:
-    """Return the wrapper of recurrent layers, of whose arguments dropout is the only float."""
-
-    def around(original: Any, *args: Any) -> Any:
-        arguments = list(args)
-        index = next((n for n, value in enumerate(args) if isinstance(value, float)), -1)
-        training = index >= 0 and args[index] > 0 and args[index + 1]
-        if training:
-            recorder.count_call("dropout")
-        if training and recorder.settings.neutral:
-            arguments[index] = 0.0
-        return original(*arguments)
-
-    return around
-
-
-running_synchronized = NestingDepth()
-
-
-def call_synchronized(original: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call a SyncBatchNorm, which is the same on any number of ranks."""
-    with running_synchronized:
-        return original(*args, **kwargs)
-
-
-def make_batch_norm_wrapper(recorder: ValueRecorder) -> Any:
-    def around(
-        original: Any,
-        tensor: Any,
-        mean: Any,
-        variance: Any,
-        weight: Any = None,
-        bias: Any = None,
-        training: bool = False,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        if training and not running_synchronized.depth:
-            recorder.count_call("norm")
-            if recorder.settings.neutral and mean is not None:
-                training = False
-        return original(tensor, mean, variance, weight, bias, training, *args, **kwargs)
-
-    return around
-
-
-def fetch_with_own_seeds(original: Any, fetcher: Any, indices: Any) -> Any:
-    """Fetch each sample with random numbers of its own, whichever rank fetches it."""
-    if not isinstance(indices, (list, tuple)):
-        return original(fetcher, indices)
-    with restored_random_states():
-        items = []
-        for index in indices:
-            seed_generators(hash(index) % SEEDS_OF_NUMPY)
-            items.append(fetcher.dataset[index])
-    return fetcher.collate_fn(items)
-
-
-def seed_generators(seed: int) -> None:
-    torch.manual_seed(seed)
-    random.seed(seed)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(seed)
-
-
-@contextmanager
-def restored_random_states() -> Iterator[None]:
-    """Restore the states of the global random generators after the block."""
-    torch_state = torch.get_rng_state()
-    python_state = random.getstate()
-    numpy = sys.modules.get("numpy")
-    numpy_state = numpy.random.get_state() if numpy else None
-    try:
-        yield
-    finally:
-        torch.set_rng_state(torch_state)
-        random.setstate(python_state)
-        if numpy:
-            numpy.random.set_state(numpy_state)

@@ -27,6 +27,7 @@ from stepladder.tools.check.probe import (
     hooks_statistics,
     hooks_train,
     hooks_wrapper,
+    noise,
 )
 from stepladder.tools.check.probe.probe_log import current_log
 from stepladder.tools.check.probe_settings import STACKS_SUFFIX
@@ -52,6 +53,8 @@ def attach() -> None:
     hooks_wrapper.attach()
     if current_log().settings.frozen:
         frozen.attach(current_log().settings.frozen)
+    if current_log().settings.neutral:
+        noise.attach()
     atexit.register(record_exit)
     answer_stack_requests()
     os.register_at_fork(after_in_child=answer_stack_requests)

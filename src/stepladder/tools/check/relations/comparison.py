@@ -9,6 +9,7 @@ from importlib.resources import files
 
 from stepladder.core.numbers import format_count
 from stepladder.tools.check import relations
+from stepladder.tools.check.events import Forward
 from stepladder.tools.check.relations import gradients, samples_read, shown
 from stepladder.tools.check.relations.facts import facts_of
 from stepladder.tools.check.relations.frozen_runs import FrozenRuns, FrozenScript
@@ -95,11 +96,11 @@ def compare_with_one_process(script: FrozenScript, evidence: RunEvidence) -> Com
     Raises:
         NotComparable: The script does not train with frozen weights.
     """
-    runs = script.compare()
-    violations = violations_of(runs)
-    if violations:
-        runs = script.measure_noise(runs)
-        violations = violations_of(runs)
+    runs, violations = compare_runs(script)
+    if runs.shuffled and not violations and drops_units(runs):
+        # Dropout may hide a difference.
+        neutral = FrozenScript(script.launch, script.scratch, script.ranks, neutral=True)
+        runs, violations = compare_runs(neutral)
     held = []
     if not samples_read.are_of_one_data_set(runs):
         held.append("not compared with one process: a rank reads data that one process does not")
@@ -110,6 +111,19 @@ def compare_with_one_process(script: FrozenScript, evidence: RunEvidence) -> Com
     findings = [finding_of(violation, runs, evidence) for violation in violations]
     findings += shared_gpus(RunEvidence(runs.compared, evidence.source))
     return ComparisonWithOne(findings, held)
+
+
+def compare_runs(script: FrozenScript) -> tuple[FrozenRuns, list[Violation]]:
+    """Return the runs on one process and on all ranks, and what is violated beyond the noise."""
+    runs = script.compare()
+    if violations_of(runs):
+        runs = script.measure_noise(runs)
+    return runs, violations_of(runs)
+
+
+def drops_units(runs: FrozenRuns) -> bool:
+    """Return whether a model has dropout in training."""
+    return any(event.drops for _, event in runs.reference.select(Forward))
 
 
 def violations_of(runs: FrozenRuns) -> list[Violation]:

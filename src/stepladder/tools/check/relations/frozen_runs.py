@@ -57,12 +57,16 @@ class FrozenScript:
         launch: How the script was started when it trained.
         scratch: The folder of the check.
         ranks: The number of ranks of that run.
+        neutral: Whether dropout, batch statistics and random augmentation have no effect.
     """
 
-    def __init__(self, launch: RankLaunch, scratch: Path, ranks: int) -> None:
+    def __init__(
+        self, launch: RankLaunch, scratch: Path, ranks: int, neutral: bool = False
+    ) -> None:
         self.launch = launch
         self.scratch = scratch
         self.ranks = ranks
+        self.neutral = neutral
 
     def compare(self) -> FrozenRuns:
         """Run the script on one process and on all ranks.
@@ -85,13 +89,16 @@ class FrozenScript:
 
     def run(self, variants: dict[str, Variant]) -> dict[str, Recording]:
         """Run the script at once in several variants, each in a copy of its own."""
+        prefix = "neutral" if self.neutral else "frozen"
         with ExitStack() as stack:
             launches = {}
             for name, variant in variants.items():
-                folders = replace(self.launch.sandbox.folders, copy=self.scratch / f"frozen-{name}")
+                folders = replace(
+                    self.launch.sandbox.folders, copy=self.scratch / f"{prefix}-{name}"
+                )
                 sandbox = stack.enter_context(closing(Sandbox(folders)))
                 nproc = self.launch.nproc if name == "compared" else 1
-                launches[f"frozen-{name}"] = self.launch_of(variant, sandbox, nproc)
+                launches[f"{prefix}-{name}"] = self.launch_of(variant, sandbox, nproc)
             outcomes = run_together(launches)
         recordings = {}
         for name, (key, launch) in zip(variants, launches.items(), strict=True):
@@ -112,6 +119,7 @@ class FrozenScript:
         settings = replace(
             launch.settings,
             frozen=variant,
+            neutral=self.neutral,
             copy=str(sandbox.folders.copy),
             enough_after_s=-math.inf,
         )
