@@ -23,8 +23,11 @@ SYNONYMS = {
     "--num-processes": "--nproc",
     "--output-dir": "--run-dir",
 }
-# Flags of other programs that are not needed here, beside a flag of the same command.
-NEEDLESS = {("--resume", "--fresh"): "leave it out: a run resumes by itself;"}
+# Flags that are not needed, or no longer there, beside a flag of the same command.
+NEEDLESS = {
+    ("--resume", "--fresh"): "leave it out: a run resumes by itself;",
+    ("--fix", "--sarif"): "it is gone: the fix of each finding says what to type;",
+}
 MAX_SUGGESTIONS = 3
 
 

@@ -57,7 +57,11 @@ def test_a_number_that_is_halved_on_two_ranks_is_found() -> None:
     runs = frozen([number("loss 1.0132")], [number("loss 0.5066")], [])
     (violation,) = shown.violations(runs)
     assert violation.ratio == pytest.approx(0.5)
-    assert "1.0132 on one process, 0.5066 on rank 0" in violation.evidence
+    assert violation.evidence.splitlines() == [
+        "with the same weights",
+        "on one process 1.0132; other random numbers change it by 0",
+        "on rank 0        0.5066, 0.5 times as much",
+    ]
 
 
 def test_a_count_that_is_zero_on_one_process_is_compared() -> None:
@@ -106,6 +110,7 @@ def test_a_gradient_that_is_not_averaged_is_found() -> None:
     halved = [mean_gradient(0.5, 1.0)]
     (violation,) = gradients.violations(frozen(reference, halved, halved))
     assert violation.ratio == pytest.approx(0.5)
+    assert violation.evidence.splitlines()[1:] == ["weight                         differs by 50 %"]
 
 
 def test_a_gradient_of_which_noise_moves_as_much_is_no_violation() -> None:

@@ -18,7 +18,8 @@ def format_finding(finding: Finding) -> str:
     location = f"{finding.location}: " if finding.location.file else ""
     lines = [f" {finding.rule}: {location}{finding.what or finding.evidence}"]
     if finding.what:
-        lines.append(f"    seen: {finding.evidence}")
+        evidence = finding.evidence.replace("\n", "\n          ")
+        lines.append(f"    seen: {evidence}")
     fix = finding.fix.replace("\n", "\n         ")
     return "\n".join([*lines, f"    why: {finding.cause}", f"    fix: {fix}"])
 

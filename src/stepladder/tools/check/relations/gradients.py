@@ -17,6 +17,7 @@ from stepladder.tools.probe.events import CodeLine
 NOISE_FACTOR = 5.0
 MIN_RELATIVE_DIFFERENCE = 1e-3
 SHIFT_FACTOR = 4.0
+MAX_LAYERS = 3  # that are shown
 
 Vector = dict[tuple[str, int], float]  # by the parameter's name, and the index of the element
 
@@ -144,12 +145,27 @@ def compare(
     ratio = product / (norm * norm)
     multiple = {name: ratio * value for name, value in reference.mean.items()}
     is_multiple = distance(gradient.mean, multiple) / norm <= allowed * abs(ratio)
-    return Violation(
-        "gradients",
-        None,
-        difference / allowed,
+    layers = [
+        f"{name:30} differs by {100 * share:.3g} %" for name, share in others(reference, gradient)
+    ]
+    text = (
         f"with the same weights the mean gradient of all steps is {ratio:.3g} times that of one "
         f"process, and differs by {100 * difference:.3g} %; other random numbers change it by "
-        f"{100 * noise:.2g} %",
-        ratio if is_multiple else math.nan,
+        f"{100 * noise:.2g} %"
     )
+    evidence = "\n".join([text, *layers[:MAX_LAYERS]])
+    known_ratio = ratio if is_multiple else math.nan
+    return Violation("gradients", None, difference / allowed, evidence, known_ratio)
+
+
+def others(reference: Gradient, gradient: Gradient) -> list[tuple[str, float]]:
+    """Return by how much of its norm the gradient of each parameter differs, the most first."""
+    differences: list[tuple[str, float]] = []
+    for name in dict.fromkeys(name for name, _ in reference.mean.keys() & gradient.mean.keys()):
+        of_one, of_several = (
+            {key: value for key, value in each.mean.items() if key[0] == name}
+            for each in (reference, gradient)
+        )
+        norm = math.hypot(*of_one.values())
+        differences.append((name, distance(of_one, of_several) / norm if norm else math.inf))
+    return sorted(differences, key=lambda pair: (-pair[1], pair[0]))

@@ -136,12 +136,14 @@ def compare(number: ComparedNumber) -> Violation | None:
     are_shares = len(means) > 1 and abs(fmean(means.values()) - expected) <= allowed
     if difference <= allowed or are_shares:
         return None
-    values = ", ".join(f"{mean:.6g} on rank {rank}" for rank, mean in means.items())
+    rows = [f"on one process {expected:.6g}; other random numbers change it by {noise:.1g}"]
+    for rank, mean in means.items():
+        times = f", {mean / expected:.3g} times as much" if expected else ""
+        rows.append(f"on rank {rank}        {mean:.6g}{times}")
     return Violation(
         "shown-numbers",
         number.place[0],
         difference / allowed if allowed else math.inf,
-        f"{expected:.6g} on one process, {values} of several, with the same weights; other random "
-        f"numbers change it by {noise:.1g}",
+        "\n".join(["with the same weights", *rows]),
         next(iter(means.values())) / expected if expected else math.nan,
     )
