@@ -51,9 +51,9 @@ SAID_IN_MEMORY = SAID_BY_GLOO | {
 # kind: the rule, the function at whose line the finding is, and what was seen, by `check`
 SAID_BY_CHECK = {
     "metric": ("collective-order", "sum_metric", "`if has_correct_answer`"),
-    "early": ("uneven-steps", "main", "rank 0 makes 5 backward passes and rank 1 4"),
+    "early": ("uneven-steps", "main", "rank 1 has left the loop after 4 steps"),
     "barrier": ("collective-order", "wait_as_first", "DDP's: `if RANK == 0`"),
-    "uneven": ("uneven-steps", "main", "rank 0 makes 7 backward passes and rank 1 6"),
+    "uneven": ("uneven-steps", "main", "rank 1 has left the loop after 6 steps"),
     "save": ("collective-order", "save_on_first", "DDP's: `if RANK == 0`"),
     "worker": ("hang", "read_queue", "rank 1: it is in read_queue()"),
     "thread": ("hang", "read_queue", "nobody fills: thread Thread-1 (read_nothing) ended"),

@@ -28,7 +28,8 @@ ON_ONE_RANK = """def train():
         step(x, y)
     if rank == 0:
         dist.all_reduce(total)
-rank = dist.get_rank()
+for epoch in range(9):
+    train()
 """
 
 
@@ -44,10 +45,10 @@ def test_a_model_that_one_rank_trains_for_itself_is_no_uneven_loop(
 
 def test_a_collective_of_one_rank_is_no_uneven_loop() -> None:
     """The rank that waits there has left the loop, and the batches are as many on all ranks."""
-    at = {"at": ["train.py", 2, "train"]}
+    at = {"at": ["train.py", 2, "train"], "way": "train:3 < <module>:7"}
     passes = [train_pass(1, [[0, 2], [4, 6]])[:-1], train_pass(1, [[1, 3], [5, 7], [8, 9]])[:-1]]
     zero, one = ([event | at for event in events] for events in passes)
-    waits = COLL | {"way": "train:5", "at": ["train.py", 5, "train"]}
+    waits = COLL | {"way": "train:5 < <module>:7", "at": ["train.py", 5, "train"]}
     evidence = evidence_of([*zero, waits], one, text=ON_ONE_RANK, has_stalled=True)
     (finding,) = apply_rules(evidence)
     assert finding.rule == "collective-order"
@@ -163,6 +164,7 @@ def left_early(way: str, *, returns: bool = False) -> list[list[dict[str, Any]]]
     """Rank 0 is in a collective after one step of two, and rank 1 in its second backward pass."""
     at = {"at": ["train.py", 2, "train"]}
     passes = [train_pass(1, [[0, 2], [4, 6]])[:-5], train_pass(1, [[1, 3], [5, 7]])[:-3]]
+    at["way"] = "train:2"
     zero, one = ([event | at for event in events] for events in passes)
     waits = COLL | {"op": "barrier", "way": way, "at": ["train.py", 5, "train"]}
     return [[*zero, waits, *([{"k": "did"}] if returns else [])], one]

@@ -101,6 +101,21 @@ def test_samples_that_change_from_evaluation_to_evaluation_are_named() -> None:
 FSDP = "FullyShardedDataParallel"
 
 
+def test_a_loss_by_the_number_of_ranks_is_named_where_a_wrapper_averages() -> None:
+    def trained(scale: float, wrapper: str) -> list[str]:
+        events = [
+            e
+            for n in (1, 2)
+            for e in [forward(wrapped=wrapper), backward(n, scale=scale), *step(n), COLL]
+        ]
+        events = [e | {"shape": [10, 10], "count": 100} if e["k"] == "coll" else e for e in events]
+        return rules_of(events, events)
+
+    assert trained(0.5, "DistributedDataParallel") == ["mean-divided-twice"]
+    assert trained(1.0, "DistributedDataParallel") == []
+    assert trained(0.5, "") == []
+
+
 def test_a_loss_by_the_number_of_backward_passes_of_a_step_is_right() -> None:
     backwards = [forward(), backward(1, scale=0.5), forward(), backward(2, scale=0.5)]
     accumulated = [event for number in (1, 2) for event in [*backwards, *step(number)]]

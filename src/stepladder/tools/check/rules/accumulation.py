@@ -236,3 +236,24 @@ def leftover_gradients(evidence: RunEvidence) -> Findings:
                 f"epoch has {len(window.backwards)}: {more} of the epoch before had no step",
             )
             return
+
+
+@rank_rule("mean-divided-twice")
+def loss_divided_by_ranks(evidence: RunEvidence) -> Findings:
+    """Find losses that are divided by the number of ranks before a wrapper averages gradients.
+
+    Where gradients are accumulated, a loss may be divided by the number of backward passes.
+    """
+    log = evidence.rank_0
+    size = evidence.run.world_size
+    backwards = log.select(Backward)
+    divided = [e for e in backwards if e.scale and abs(e.scale * size - 1) < 1e-6]
+    if len(divided) < 2 or len(divided) < len(backwards) or accumulating_windows(log):
+        return
+    if is_wrapped(log):
+        yield evidence.finding(
+            "mean-divided-twice",
+            divided[0].at,
+            f"the mean loss is divided by {size} ranks in {len(divided)} of {len(backwards)} "
+            f"backward passes, and then the wrapper averages gradients",
+        )

@@ -108,7 +108,7 @@ def skipped_collective(evidence: RunEvidence, differing: Exchanges) -> Findings:
             collective.at,
             f"rank {rank} comes to {describe_collective(evidence, collective)}, and rank "
             f"{1 - rank} goes on with the next backward pass, whose collectives are DDP's: "
-            f"{conditions[-1]}",
+            f"{conditions[0]}",
             1 - rank,
         )
 
@@ -116,19 +116,29 @@ def skipped_collective(evidence: RunEvidence, differing: Exchanges) -> Findings:
 def conditions_of(
     evidence: RunEvidence, collective: ScriptCollective, backward: Backward
 ) -> Iterator[str]:
-    """Yield each `if` that decides about a collective, and not about a backward pass."""
+    """Yield each `if` that decides about a collective, and not about a backward pass.
+
+    The innermost come first. There are none where no loop leads to both: then the other rank has
+    not come to the end of its loop.
+    """
+    others = dict(frames_of(backward))
+    is_in_loop = False
+    conditions: list[str] = []
     for name, line in frames_of(collective):
-        others = [other for function, other in frames_of(backward) if function == name]
         for file in evidence.source.files:
-            for node in find_nodes(file.tree, ast.If):
-                is_of_both = any(other in lines_of(node) for other in others)
-                is_here = (
-                    name_of_function(file, line) == name_of_function(file, node.lineno) == name
-                )
+            if name_of_function(file, line) != name:
+                continue
+            is_in_loop |= any(
+                line in lines_of(loop) and others.get(name) in lines_of(loop)
+                for loop in [*find_nodes(file.tree, ast.For), *find_nodes(file.tree, ast.While)]
+            )
+            for node in reversed([*find_nodes(file.tree, ast.If)]):
+                is_here = name_of_function(file, node.lineno) == name
+                is_of_both = others.get(name) in lines_of(node)
                 if is_here and not is_of_both and decides(file, node, line):
-                    yield f"`if {ast.unparse(node.test)}`, {file.name}:{node.lineno}"
-        if others:  # the function that leads to both
-            return
+                    conditions.append(f"`if {ast.unparse(node.test)}`, {file.name}:{node.lineno}")
+    if is_in_loop:
+        yield from conditions
 
 
 def frames_of(event: Exchange) -> Iterator[tuple[str, int]]:
