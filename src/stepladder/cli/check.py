@@ -46,6 +46,7 @@ class CheckFlags:
         notes: Also show notes that many sound scripts get.
         sarif (FILE): Write the findings to FILE too, for code hosts.
         writes (DIR): Let SCRIPT write this folder for real. Repeatable.
+        unsafe: Run SCRIPT also where no kernel keeps files outside the copy as they are.
     """
 
     nproc: Count = 2
@@ -61,6 +62,7 @@ class CheckFlags:
     notes: bool = False
     sarif: Path | None = None
     writes: tuple[Path, ...] = ()
+    unsafe: bool = False
     as_json: AsJson = False
 
 
@@ -122,6 +124,7 @@ def make_request(script: Path, args: tuple[str, ...], flags: CheckFlags) -> Requ
         root=flags.root.resolve() if flags.root else None,
         resume_args=split_arguments(flags.resume_args),
         shows_notes=flags.notes,
+        unsafe=flags.unsafe,
     )
 
 

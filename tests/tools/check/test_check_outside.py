@@ -22,6 +22,7 @@ import pytest
 import torch
 
 import stepladder
+from stepladder.core.errors import InputError
 from stepladder.tools.check.isolation import kernel, sandbox
 from stepladder.tools.check.isolation.sandbox import (
     MECHANISM_VARIABLE,
@@ -30,21 +31,18 @@ from stepladder.tools.check.isolation.sandbox import (
     open_namespace,
 )
 
+PROTECTING = MECHANISMS[:-1]
 # The mechanism of most machines, and the others with the slow tests.
 FEWER_MECHANISMS = [
     MECHANISMS[0],
-    *(pytest.param(mechanism, marks=pytest.mark.slow) for mechanism in MECHANISMS[1:]),
+    *(pytest.param(mechanism, marks=pytest.mark.slow) for mechanism in PROTECTING[1:]),
 ]
 SCRIPTS = Path(__file__).parent / "scripts"
 HARMFUL = SCRIPTS / "harmful.py"
 NAMES = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQ"
 # What docs/check.md says is not covered: calls that Landlock does not know, where Python does not
 # make them.
-NOT_COVERED = {
-    "namespace": (),
-    "landlock": ("program_chmod", "program_touch", "chmod_by_c"),
-    "audit": (),
-}
+NOT_COVERED = {"namespace": (), "landlock": ("program_chmod", "program_touch", "chmod_by_c")}
 # What fails in a mount namespace: names that lead out of it, and moves from one file system to
 # another.
 LEAD_OUT = [
@@ -454,6 +452,20 @@ def test_workers_spawned_processes_temporary_files_and_caches_work(
     report = check(folder, mechanism=mechanism, env=env)
     assert printed(report)[-1] == "it went on", report
     assert not (outside / ".cache").exists()
+
+
+def test_a_kernel_that_protects_nothing_is_refused_unless_the_user_trusts_the_script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sandbox, "open_namespace", lambda _: None)
+    monkeypatch.setattr(kernel, "landlock_abi", lambda: 0)
+    (tmp_path / "folder").mkdir()
+    folders = SandboxFolders(tmp_path, tmp_path / "copy", tmp_path / "folder")
+    with pytest.raises(InputError, match="neither user namespaces nor Landlock"):
+        sandbox.Sandbox(folders)
+    trusted = replace(folders, copy=tmp_path / "trusted", is_unsafe=True)
+    with closing(sandbox.Sandbox(trusted)) as made:
+        assert made.mechanism == "audit"
 
 
 def test_an_old_kernel_makes_one_mount_after_the_other_readonly(

@@ -58,6 +58,7 @@ class Request:
         root: The folder that is copied, in place of the working folder.
         resume_args: More arguments for the start that resumes.
         shows_notes: Whether notes are shown that many sound scripts get.
+        unsafe: Whether the script may run where no kernel protects the files outside the copy.
         relations_only: Whether no rule is applied, so that relations alone are judged.
     """
 
@@ -75,6 +76,7 @@ class Request:
     root: Path | None = None
     resume_args: tuple[str, ...] = ()
     shows_notes: bool = False
+    unsafe: bool = False
     relations_only: bool = False
 
 
@@ -223,6 +225,7 @@ class Check:
             self.folder,
             self.request.args,
             self.request.writable_folders,
+            is_unsafe=self.request.unsafe,
         )
         with closing(Sandbox(folders)) as sandbox, closing(ForkServers()) as servers:
             launch = self.make_launch(scratch_folder, sandbox, servers)

@@ -87,12 +87,6 @@ class Refusal(ProbeEvent, kind="refused"):
     path: str
 
 
-class ProgramRefusal(ProbeEvent, kind="refused_program"):
-    """A program that could change files outside of the copy was not started."""
-
-    name: str
-
-
 class Returned(ProbeEvent, kind="did"):
     """A collective or a backward pass, in which a rank may wait for others, has returned."""
 

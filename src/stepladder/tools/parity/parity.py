@@ -126,6 +126,7 @@ class Parity:
             self.check.folder,
             (*request.reference.args, *request.compared.args),
             request.check.writable_folders,
+            is_unsafe=request.check.unsafe,
         )
         with closing(Sandbox(folders)) as sandbox, closing(ForkServers()) as servers:
             try:

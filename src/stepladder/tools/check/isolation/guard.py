@@ -3,7 +3,7 @@
 The audit events of Python report every change of a file that Python's own functions make. Within a
 mount namespace and under Landlock the kernel itself refuses the change; the guard refuses it
 earlier, with a message that says what to type. It also refuses what Landlock cannot, such as chmod.
-Without namespace and Landlock the guard is the only protection of the files.
+Without namespace and Landlock, which is so only with `--unsafe`, nothing else protects the files.
 
 Imported at the start of each interpreter of the script: no pathlib, no typing.
 """
@@ -15,8 +15,8 @@ import os
 import stat
 import sys
 
-from stepladder.tools.check.events import ProgramRefusal, Refusal
-from stepladder.tools.check.isolation import library_guard, program_guard
+from stepladder.tools.check.events import Refusal
+from stepladder.tools.check.isolation import library_guard
 from stepladder.tools.check.probe.probe_log import current_log
 
 TYPE_CHECKING = False
@@ -33,8 +33,6 @@ def attach() -> None:
     current_log()  # it opens its file before files outside are refused
     sys.addaudithook(audit)
     library_guard.attach(guard_path)
-    if mechanism() == "audit":
-        guard_calls_without_event()
 
 
 def mechanism() -> str:
@@ -46,8 +44,6 @@ def audit(event: str, args: tuple[Any, ...]) -> None:
     handler = EVENT_HANDLERS.get(event)
     if handler is not None:
         handler(*args)
-    elif event in program_guard.GUARDED_EVENTS and mechanism() == "audit":
-        program_guard.guard_event(raise_program_refusal, guard_path, event, args)
 
 
 def guard_open(path: Any, mode: Any, flags: Any) -> None:
@@ -145,12 +141,6 @@ def refuse(path: str) -> NoReturn:
     raise OSError(errno.EROFS, f"{text}  (HINT: stepladder check --writes {folder} ...)")
 
 
-def raise_program_refusal(name: str) -> NoReturn:
-    current_log().write_with_line(ProgramRefusal(name=name))
-    text = f"{name} could change files outside the copy, and no kernel keeps it from that here"
-    raise OSError(errno.EROFS, f"{text}  (HINT: a kernel with Landlock or user namespaces)")
-
-
 def guard_rename(
     source: Any,
     target: Any,
@@ -202,35 +192,3 @@ EVENT_HANDLERS: dict[str, Callable[..., None]] = {
     "os.setxattr": guard_change,
     "os.removexattr": guard_change,
 }
-
-
-def guard_calls_without_event() -> None:
-    """Wrap calls that audit events do not cover.
-
-    mkfifo and mknod have no event, and the event of os.open does not report the argument `dir_fd`.
-
-    """
-    original_open = os.open
-    original_mkfifo = os.mkfifo
-    original_mknod = os.mknod
-
-    def guarded_open(path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
-        if dir_fd is not None and flags & WRITING_FLAGS:
-            guard_path(path, dir_fd)
-            path = real_path(path, dir_fd, follow=False)
-            dir_fd = None
-        return original_open(path, flags, mode, dir_fd=dir_fd)
-
-    def guarded_mkfifo(path: Any, mode: int = 0o666, *, dir_fd: int | None = None) -> None:
-        guard_new_path(path, WORKING_FOLDER if dir_fd is None else dir_fd)
-        original_mkfifo(path, mode, dir_fd=dir_fd)
-
-    def guarded_mknod(
-        path: Any, mode: int = 0o600, device: int = 0, *, dir_fd: int | None = None
-    ) -> None:
-        guard_new_path(path, WORKING_FOLDER if dir_fd is None else dir_fd)
-        original_mknod(path, mode, device, dir_fd=dir_fd)
-
-    os.open = guarded_open
-    os.mkfifo = guarded_mkfifo
-    os.mknod = guarded_mknod

@@ -1,7 +1,7 @@
 """The sandbox in which the ranks of a checked script run: no file outside the copy changes.
 
-A mount namespace is tried first, then Landlock. A kernel may have neither; then audit events of
-Python protect the files.
+A mount namespace is tried first, then Landlock. Where a kernel has neither, a script runs only with
+`--unsafe`: audit events of Python then refuse what Python itself would change.
 """
 
 from __future__ import annotations
@@ -73,6 +73,7 @@ class SandboxFolders:
         args: The arguments of the script, which may name folders.
         writable_folders: Folders that may be written for real.
         written_paths: Paths outside of the copy that an earlier start wrote. They need overlays.
+        is_unsafe: Whether the script may run where no kernel protects the files.
     """
 
     scratch: Path
@@ -81,6 +82,7 @@ class SandboxFolders:
     args: tuple[str, ...] = ()
     writable_folders: tuple[Path, ...] = ()
     written_paths: tuple[str, ...] = ()
+    is_unsafe: bool = False
 
 
 class Sandbox:
@@ -116,6 +118,12 @@ class Sandbox:
             )
         link_writable_folders(folders)
         has_landlock = forced in ("", "landlock") and kernel.landlock_abi() > 0
+        if not has_landlock and not forced and not folders.is_unsafe:
+            raise InputError(
+                "this kernel has neither user namespaces nor Landlock, so nothing would keep the "
+                "files outside the copy as they are",
+                "stepladder check --unsafe SCRIPT  # for a script that you trust",
+            )
         self.mechanism = "landlock" if has_landlock else "audit"
 
     def move_to(

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from stepladder.tools.check.events import ProgramRefusal, Refusal
+from stepladder.tools.check.events import Refusal
 from stepladder.tools.check.failure import NotChecked
 from stepladder.tools.check.isolation.sandbox import OVERLAID_SUFFIX, FolderChanges, Sandbox
 from stepladder.tools.check.recording import read_events
@@ -23,11 +23,12 @@ MECHANISM_TEXTS = {
         "Landlock keeps them as they are; it does not stop chmod, chown and utime by other programs"
     ),
     "audit": (
-        "audit events of Python keep them as they are; they do not see what a library in C writes"
+        "no kernel keeps them as they are: --unsafe; Python's own calls that would change them are "
+        "refused, and other programs and libraries in C are not"
     ),
 }
-# Texts of the errors in guard.py.
-REFUSAL_TEXTS = ("stepladder check changes nothing there", "no kernel keeps it from that here")
+# A text of the errors in guard.py.
+REFUSAL_TEXT = "stepladder check changes nothing there"
 # What Python and torch keep in TMPDIR themselves, under names that are new in each run.
 OWN_TEMPORARY = re.compile(r"^(?:torchinductor_|pymp-|listener-|pytorch-errorfile-|torch_|tmp)")
 READ_ONLY_TEXT = os.strerror(errno.EROFS)  # of a program in C
@@ -43,13 +44,11 @@ class Isolation:
         mechanism: One of sandbox.MECHANISMS.
         written: The changes in overlays.
         refused: The paths whose change was refused.
-        refused_programs: The programs, and functions of C, that were not started.
     """
 
     mechanism: str
     written: tuple[FolderChanges, ...]
     refused: tuple[str, ...]
-    refused_programs: tuple[str, ...] = ()
 
     def lines(self) -> list[str]:
         """Return a line for the mechanism, and lines for what the script tried to change."""
@@ -60,13 +59,11 @@ class Isolation:
         for path in self.refused[:MAX_FOLDERS_SHOWN]:
             folder = Path(path).parent
             lines.append(f"  refused: {path}  HINT: stepladder check --writes {folder} ...")
-        if self.refused_programs:
-            lines.append(f"  refused to start: {shorten_names(self.refused_programs)}")
         return lines
 
     def may_explain(self, output: str) -> bool:
         """Return whether a script may have failed with this output because of a refused change."""
-        return any(text in output for text in (READ_ONLY_TEXT, *REFUSAL_TEXTS))
+        return any(text in output for text in (READ_ONLY_TEXT, REFUSAL_TEXT))
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -91,19 +88,15 @@ def shorten_names(names: Sequence[str]) -> str:
 def summarize(sandbox: Sandbox) -> Isolation:
     """Return the summary of a run, while its sandbox is open."""
     refused: set[str] = set()
-    programs: set[str] = set()
     for event in events_of_last_starts(sandbox.folders.scratch / "recordings"):
         if isinstance(event, Refusal):
             refused.add(event.path)
-        elif isinstance(event, ProgramRefusal):
-            programs.add(event.name)
     changes = merge_changes([*sandbox.earlier_changes, *sandbox.read_changes()])
     without_own = map(drop_own_temporary, changes)
     return Isolation(
         sandbox.mechanism,
         tuple(change for change in without_own if change.written or change.removed),
         tuple(sorted(refused)),
-        tuple(sorted(programs)),
     )
 
 
