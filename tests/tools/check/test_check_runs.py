@@ -403,7 +403,6 @@ def test_a_script_and_its_fixed_twin_are_told_apart(name: str, tmp_path: Path) -
     ("exercise", "rule"),
     [
         ("accumulate", "accumulation-sync"),
-        ("all-on-gpu-0", "device-per-rank"),
         ("batch-norm", "small-batch-norm"),
         ("clip-before-average", "clip-before-average"),
         ("collective-on-one-rank", "collective-order"),
@@ -413,7 +412,6 @@ def test_a_script_and_its_fixed_twin_are_told_apart(name: str, tmp_path: Path) -
         ("module-prefix", "module-prefix"),
         ("one-class", "learns-nothing"),
         ("optimizer-left-out", "incomplete-snapshot"),
-        ("padded-evaluation", "padded-evaluation"),
         ("resume-repeats-epoch", "resume-epoch"),
         ("save-by-local-rank", "many-writers"),
         ("schedule", "schedule-per-rank"),

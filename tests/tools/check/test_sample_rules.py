@@ -28,22 +28,24 @@ from stepladder.tools.probe.events import ProbeEvent
 
 
 def test_ranks_that_hold_other_samples_are_named_before_both_have_read_one() -> None:
-    def severities(
-        first: str, second: str, replicas: int = 2, drawn: str = "randperm"
-    ) -> list[str]:
+    def severities(second: list[float], replicas: int = 2, drawn: str = "randperm") -> list[str]:
         passes = [
             train_pass(1, [[*range(8 * rank, 8 * rank + 8)]], replicas=replicas, held=held)
-            for rank, held in enumerate((first, second))
+            for rank, held in enumerate((values, second))
         ]
         draws = [{"k": "draw", "fn": drawn, "state": ""}]
         findings = apply_rules(evidence_of([*draws, *passes[0]], passes[1]))
         return [finding.severity for finding in findings if finding.rule == "own-task"]
 
-    assert severities("a", "b") == ["warning"]
-    assert severities("a", "b", drawn="randn") == ["note"]
-    assert severities("a", "a") == []
-    assert severities("a", "") == [], "not known"
-    assert severities("a", "b", replicas=1) == [], "each reads all of its own"
+    values = [float(number % 7) for number in range(16)]
+    others = [float(number % 5) for number in range(16)]
+    noisy = [value + 0.1 * other for value, other in zip(values, others, strict=True)]
+    assert severities(others) == ["warning"]
+    assert severities(others, drawn="randn") == ["note"]
+    assert severities(values) == []
+    assert severities(noisy) == [], "the same samples, with noise"
+    assert severities([]) == [], "not known"
+    assert severities(others, replicas=1) == [], "each reads all of its own"
 
 
 @pytest.mark.parametrize(

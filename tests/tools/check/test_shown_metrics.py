@@ -245,6 +245,25 @@ def test_what_each_rank_shows_is_none_where_the_rank_is_named() -> None:
     assert len(notes_of(*(trained(rank, show(own[rank])) for rank in (0, 1)))) == 1
 
 
+@pytest.mark.parametrize(("rows", "found"), [((4, 2), True), ((4, 4), False)])
+def test_a_quotient_of_each_rank_that_is_reduced_is_known_by_its_value(
+    rows: tuple[int, int], found: bool
+) -> None:
+    def evaluated(count: int) -> Events:
+        total = statistic(1.5, is_mean=False)
+        return [forward(grad=False, size=count), total, REDUCE | {"value": [1.5 / count]}]
+
+    assert ("mean-of-means" in rules_of(*map(evaluated, rows))) == found
+
+
+def test_a_mean_of_other_numbers_of_values_on_each_rank_is_known_where_it_is_reduced() -> None:
+    ranks = [
+        [statistic(mean) | {"count": count}, REDUCE | {"value": [mean]}]
+        for mean, count in ((1.25, 6), (5.5, 2))
+    ]
+    assert rules_of(*ranks) == ["mean-of-means"]
+
+
 def test_a_loss_of_logarithms_has_a_cause_of_its_own() -> None:
     losses = [backward(-1 / number, twice="no logarithm") for number in range(1, 4)]
     (finding,) = apply_rules(evidence_of([forward(), *losses]))

@@ -148,7 +148,7 @@ class PassStart(ProbeEvent, kind="pass"):
     sampler_drop: bool = False  # whether the sampler drops a remainder
     workers: int = 0
     fingerprint: str = ""  # a hash that is equal for equal data sets
-    held: str = ""  # a hash of the numbers that the data set holds for its first samples
+    held: Sequence[float] = ()  # sums of the numbers that the data set holds for its first samples
     length: int | None = None  # the length of the data set
     base_length: int | None = None  # the length of the data set below all Subsets
 

@@ -267,9 +267,9 @@ def dataset_fingerprint(dataset: Any, depth: int = 0) -> str:
     return state.hexdigest()[:DIGEST_CHARACTERS]
 
 
-@default_on_error(str)
-def held_digest(dataset: Any) -> str:
-    """Return a hash of what the first attribute holds for the first samples.
+@default_on_error(list)
+def held_sums(dataset: Any) -> list[float]:
+    """Return for each of the first samples the sum of what the first attribute holds for it.
 
     Empty where a data set holds no numbers for its samples, as one that reads files.
     """
@@ -281,9 +281,17 @@ def held_digest(dataset: Any) -> str:
         for samples in parts:
             with suppress(TypeError, ValueError, RuntimeError):
                 if len(samples) == len(dataset):
-                    first = list(leaves([*samples[:MAX_HELD_SAMPLES]]))
-                    return digest(torch.cat([torch.as_tensor(x).double().view(-1) for x in first]))
-    return ""
+                    return list(map(sum_of_numbers, samples[:MAX_HELD_SAMPLES]))
+    return []
+
+
+def sum_of_numbers(value: Any) -> float:
+    """Return the sum over arrays and numbers in nested lists; TypeError of anything else."""
+    total = 0.0
+    for leaf in leaves(value):
+        numbers = torch.as_tensor(leaf, dtype=torch.float64)
+        total += float(numbers.sum())
+    return total
 
 
 def value_key(value: Any, depth: int) -> str:

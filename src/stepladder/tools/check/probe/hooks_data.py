@@ -238,7 +238,7 @@ def describe_loader(loader: Any) -> Fields:
         "sampler_drop": bool(getattr(sampler, "drop_last", False)),
         "workers": loader.num_workers,
         "fingerprint": digests.dataset_fingerprint(base_dataset),
-        "held": digests.held_digest(base_dataset),
+        "held": digests.held_sums(base_dataset),
         "length": None if is_iterable else length_of(dataset),
         "base_length": None if is_iterable else length_of(base_dataset),
     }

@@ -190,7 +190,8 @@ def unanswered_call(evidence: RunEvidence, rank: int, event: Exchange | None) ->
     if event is None or evidence.run.has_raised or not is_over:
         return
     if isinstance(event, Backward):
-        if peer_log.has_ended or is_done(evidence, peer):
+        # Of a rank in a deadlock its own finding says more.
+        if peer_log.has_ended or is_done(evidence, peer) or evidence.run.deadlock is None:
             yield from left_loop(evidence, peer)
         return
     yield evidence.finding(

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from statistics import correlation, pstdev
+
 from stepladder.tools.check.events import Draw
 from stepladder.tools.check.rules.evidence import Findings, RunEvidence, rank_rule
+
+MIN_HELD = 10
+MAX_CORRELATION = 0.5  # of samples that have no more in common than their index
 
 
 @rank_rule("own-task")
@@ -13,8 +19,8 @@ def own_samples(evidence: RunEvidence) -> Findings:
     Numbers that the script draws may stand in for data, so for them this is a note.
     """
     for first, second, *_ in evidence.training_passes()[:1]:
-        held = {first.start.held, second.start.held}
-        if first.is_divided and second.is_divided and "" not in held and len(held) > 1:
+        is_divided = first.is_divided and second.is_divided
+        if is_divided and are_unrelated(first.start.held, second.start.held):
             draws = [e for e in evidence.rank_0.select(Draw) if e.n < first.start.n]
             is_drawn = any(event.fn != "randperm" for event in draws)
             yield evidence.finding(
@@ -24,3 +30,10 @@ def own_samples(evidence: RunEvidence) -> Findings:
                 f"by the same index",
                 severity="note" if is_drawn else None,
             )
+
+
+def are_unrelated(first: Sequence[float], second: Sequence[float]) -> bool:
+    """Return whether sums of samples have no more in common than their index."""
+    if len(first) != len(second) or len(first) < MIN_HELD or not (pstdev(first) and pstdev(second)):
+        return False
+    return correlation(first, second) < MAX_CORRELATION

@@ -9,9 +9,17 @@ from dataclasses import dataclass
 from decimal import Decimal
 from operator import mul
 
-from stepladder.tools.check.events import Batch, PassStart, Print, ScriptCollective, Statistic
+from stepladder.tools.check.events import (
+    Backward,
+    Batch,
+    Forward,
+    PassStart,
+    Print,
+    ScriptCollective,
+    Statistic,
+)
 from stepladder.tools.check.recording import LoaderPass, RankLog
-from stepladder.tools.check.rules.evidence import Findings, RunEvidence, run_rule
+from stepladder.tools.check.rules.evidence import Findings, RunEvidence, align, rank_rule, run_rule
 from stepladder.tools.probe.events import CodeLine, ProbeEvent
 
 NUMBER = re.compile(r"(?<![\w.])\d+\.\d+(?:[eE][+-]?\d+)?")
@@ -322,3 +330,43 @@ def line_that_shows(evidence: RunEvidence, shown: Shown) -> CodeLine | None:
     prints = [event for _, event in evidence.run.select(Print) if event.at == shown.at]
     callers = {event.caller for event in prints}
     return shown.caller if len(callers) > 1 else shown.at
+
+
+@rank_rule("mean-of-means")
+def reduced_means(evidence: RunEvidence) -> Findings:
+    """Find means of which each rank has other numbers of values, and that a collective adds up."""
+    reductions = [
+        [event for event in log.select(ScriptCollective) if event.op in ("all_reduce", "reduce")]
+        for log in evidence.first_ranks
+    ]
+    for pair in align(reductions):
+        counts = list(map(count_of_mean, evidence.first_ranks, pair))
+        if pair[0].at == pair[1].at and all(counts) and counts[0] != counts[1]:
+            text = f"a mean of {counts[0]} values on rank 0 and one of {counts[1]} on rank 1"
+            yield evidence.finding("mean-of-means", pair[0].at, f"{text} are summed")
+            return
+
+
+def count_of_mean(log: RankLog, reduced: ScriptCollective) -> int:
+    """Return of how many values a reduced number is the mean; 0 where it is none.
+
+    It is one that was computed as such, or the quotient of a sum and the rows that were evaluated.
+    """
+    rows = 0
+    sums: dict[CodeLine | None, float] = defaultdict(float)
+    means: dict[float, int] = {}
+    for event in log.select(Forward, Statistic, Backward, ScriptCollective):
+        if event.n >= reduced.n:
+            break
+        if isinstance(event, Backward | ScriptCollective):
+            rows = 0
+            sums.clear()
+        elif isinstance(event, Forward) and not event.grad:
+            rows += event.size
+        elif isinstance(event, Statistic) and event.is_mean:
+            means[event.value] = event.count
+        elif isinstance(event, Statistic):
+            sums[event.at] += event.value
+    means |= {total / rows: rows for total in sums.values() if rows}
+    number = next(numbers_of(reduced), None) if len(reduced.value) == 1 else None
+    return next((means[mean] for mean in means if number and number.is_any_of([mean], (1,))), 0)
