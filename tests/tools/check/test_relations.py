@@ -15,6 +15,7 @@ from stepladder.tools.check.relations import gradients, samples_read, shown
 from stepladder.tools.check.relations.comparison import finding_of
 from stepladder.tools.check.relations.frozen_runs import FrozenRuns
 from stepladder.tools.check.relations.violation import Violation
+from stepladder.tools.check.rules.process import shared_gpus
 
 DATA_SET = "p"
 
@@ -159,6 +160,22 @@ def test_a_learning_rate_may_make_up_for_a_sum_of_gradients() -> None:
     assert list(gradients.violations(frozen(made(1.0, 0.1), summed, summed))) == []
     summed = made(2.0, 0.1)
     assert list(gradients.violations(frozen(made(1.0, 0.1), summed, summed)))
+
+
+@pytest.mark.parametrize(
+    ("gpus", "text", "rules"),
+    [
+        (("cuda:0", "cuda:0"), "", ["device-per-rank"]),
+        (("cuda:0", "cuda:1"), "", []),
+        (("", ""), "", []),
+        (("cuda:0", "cuda:0"), "os.environ.update(RANK='0', WORLD_SIZE='1')", []),
+    ],
+)
+def test_ranks_of_one_node_that_share_a_gpu_are_named(
+    gpus: tuple[str, str], text: str, rules: list[str]
+) -> None:
+    built = [[{"k": "ddp", "parameters": {}, "gpu": gpu}] for gpu in gpus]
+    assert [f.rule for f in shared_gpus(evidence_of(*built, text=text))] == rules
 
 
 def test_samples_that_one_process_reads_and_several_do_not_are_named() -> None:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import ast
+
 from stepladder.launcher.diagnose.explanation import describe_other_threads
 from stepladder.launcher.diagnose.rank_status import is_in_queue
 from stepladder.tools.check.events import Backward, GpuQuery, GroupInit, ProcessExit, WrapperBuilt
 from stepladder.tools.check.rules.evidence import Findings, RunEvidence, align, rank_rule, run_rule
+from stepladder.tools.check.rules.static import value_of_variable
 from stepladder.tools.probe.events import CodeLine
+
+CHOOSES_RANK_OR_GPU = ("CUDA_VISIBLE_DEVICES", "WORLD_SIZE")
 
 
 @run_rule("hang", "hang.queue")
@@ -75,7 +80,14 @@ def cuda_only(evidence: RunEvidence) -> Findings:
 
 
 def shared_gpus(evidence: RunEvidence) -> Findings:
-    """Find ranks of one node whose models are on one GPU."""
+    """Find ranks of one node whose models are on one GPU.
+
+    A script that sets such a variable itself starts its ranks in a way of its own, such as one in
+    each container.
+    """
+    for _, node in evidence.source.nodes(ast.AST):
+        if any(value_of_variable(node, name) for name in CHOOSES_RANK_OR_GPU):
+            return
     wrapped = [log.select(WrapperBuilt)[:1] for log in evidence.first_ranks]
     for first, second in align(wrapped):
         if first.gpu and first.gpu == second.gpu:
