@@ -223,7 +223,6 @@ class Print(ProbeEvent, kind="print"):
 
     caller: CodeLine | None = None  # the line that called the function that prints
     text: str = ""
-    logged: bool = False
 
 
 class Statistic(ProbeEvent, kind="statistic"):

@@ -97,13 +97,6 @@ class SourceFile:
             node = self.parents[node]
             yield node
 
-    def enclosing_function(self, node: ast.AST) -> ast.AST:
-        """Return the innermost function around a node, or the module."""
-        for parent in self.parents_of(node):
-            if isinstance(parent, ast.FunctionDef | ast.AsyncFunctionDef):
-                return parent
-        return self.tree
-
 
 @dataclass(frozen=True)
 class ScriptSource:

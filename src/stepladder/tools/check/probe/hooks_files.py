@@ -17,7 +17,6 @@ from stepladder.tools.check.probe.patching import default_on_error, record_calls
 from stepladder.tools.check.probe.probe_log import current_log
 from stepladder.tools.probe.events import CodeLine
 
-MAX_LISTED_FILES = 5000
 MAX_PRINTED_TEXT = 400
 LOCK_EVENTS = ("fcntl.flock", "fcntl.lockf")
 PRINTED_TYPES = (str, int, float)
@@ -74,7 +73,7 @@ def print_event(*values: Any, file: Any = None, **_: Any) -> Print | None:
 @default_on_error(lambda: None)
 def metric_event(*args: Any, **kwargs: Any) -> Print:
     values = map(number_or_text, [*args, *kwargs.values()])
-    return Print(text=printed_text(values), logged=True)
+    return Print(text=printed_text(values))
 
 
 def number_or_text(value: Any) -> Any:
@@ -92,7 +91,7 @@ def printed_text(values: Iterable[Any]) -> str:
 def message_event(_: Any, record: logging.LogRecord) -> Print | None:
     if not current_log().is_user_file(record.pathname):
         return None
-    return Print(text=record.getMessage()[:MAX_PRINTED_TEXT], logged=True)
+    return Print(text=record.getMessage()[:MAX_PRINTED_TEXT])
 
 
 def absolute_path(path: Any) -> str:

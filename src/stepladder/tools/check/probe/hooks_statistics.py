@@ -11,11 +11,21 @@ from torch import Tensor
 from torch.nn import functional
 
 from stepladder.tools.check.events import Statistic
-from stepladder.tools.check.mean_losses import MEAN_LOSSES
 from stepladder.tools.check.probe.patching import Fields, default_on_error, wrap
 from stepladder.tools.check.probe.probe_log import current_log, record
 
 MAX_STATISTICS = 5000
+# Functions of torch that return a mean over a batch, where nothing else is asked for.
+MEAN_LOSSES = (
+    "cross_entropy",
+    "nll_loss",
+    "mse_loss",
+    "l1_loss",
+    "smooth_l1_loss",
+    "huber_loss",
+    "binary_cross_entropy",
+    "binary_cross_entropy_with_logits",
+)
 
 
 class Statistics:

@@ -12,7 +12,7 @@ from functools import wraps
 from typing import Any, TypeVar
 
 from stepladder.tools.check.recording import LoaderPass, RankLog, Recording
-from stepladder.tools.check.script_source import ScriptSource, SourceFile
+from stepladder.tools.check.script_source import ScriptSource
 from stepladder.tools.findings.finding import Catalogue, Finding, Location, Severity
 from stepladder.tools.probe.events import CodeLine, ProbeEvent
 
@@ -58,10 +58,6 @@ class RunEvidence:
     def locations(self, *kinds: type[ProbeEvent]) -> set[Location]:
         """Return the lines of the events of these kinds, on all ranks."""
         return {self.location(event.at) for _, event in self.run.select(*kinds)}
-
-    def source_file(self, recorded: CodeLine | None) -> SourceFile | None:
-        """Return the file of a recorded line, if it is one of the script's."""
-        return self.source.file(self.location(recorded).file) if recorded else None
 
     def finding(
         self,
