@@ -152,6 +152,12 @@ def test_a_violation_has_the_cause_whose_facts_are_true(
     assert finding.evidence == "seen"
 
 
+def test_gradients_that_one_rank_changes_after_the_average_are_not_those_of_one_rank() -> None:
+    ranks = [exchanged([2.0, 1.0], used, "SGD") for used in ([2.0, 1.0], [4.0, 1.0])]
+    violation = Violation("gradients", None, 9.0, "seen")
+    assert finding_of(violation, frozen([], *ranks), evidence_of(*ranks)).rule == "gradients"
+
+
 def test_a_learning_rate_may_make_up_for_a_sum_of_gradients() -> None:
     def made(gradient: float, rate: float) -> list[dict[str, Any]]:
         return [*step(1, lr=[rate]), mean_gradient(gradient, 2 * gradient)]
@@ -201,7 +207,7 @@ x = torch.randn(96, 6)
 data = TensorDataset(x, x @ torch.randn(6, 1))
 test_x = torch.randn(50, 6)
 test_y = test_x.sum(1, keepdim=True)
-net = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Dropout(0.1), nn.Linear(16, 1))
+net = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Dropout(0.4), nn.Linear(16, 1))
 model = {model}
 torch.manual_seed(rank)  # dropout
 optimizer = torch.optim.SGD(net.parameters(), lr=0.05 * ranks)
@@ -236,9 +242,9 @@ WRONG = {
         "mean-divided-twice",
         {"after_backward": "[p.grad.div_(ranks) for p in net.parameters()]"},
     ),
-    "a gradient that one rank keeps for itself": (
+    "a gradient that one rank doubles in a model with dropout": (
         "gradients",
-        {"after_backward": "net[0].weight.grad.mul_(1 + 9 * rank)"},
+        {"after_backward": "net[0].weight.grad.mul_(1 + rank)"},
     ),
     "counts that are not added up": ("local-count", {"reduction": "dist.all_reduce(total[:1])"}),
     "a sum over the ranks that is squared": (

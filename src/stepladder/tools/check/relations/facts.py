@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from stepladder.tools.check.events import BeforeStep, LocalGradients, OptimizerBuilt
 from stepladder.tools.check.recording import RankLog
 from stepladder.tools.check.relations.violation import SAME_RATIO, Violation
-from stepladder.tools.check.rules.evidence import RunEvidence
+from stepladder.tools.check.rules.evidence import RunEvidence, align
 from stepladder.tools.check.rules.model import are_equal
 
 # Optimizers whose steps do not depend on the size of gradients.
@@ -22,7 +22,9 @@ def facts_of(violation: Violation, evidence: RunEvidence) -> Iterator[str]:
         yield "times the ranks"
     if math.isclose(violation.ratio * ranks, 1, rel_tol=SAME_RATIO):
         yield "by the ranks"
-    if [uses_its_own_gradients(log) for log in evidence.ranks].count(True) == 1:
+    first_steps = align(log.select(BeforeStep)[:1] for log in evidence.ranks)
+    are_alike = all(are_equal(steps[0].sums, step.sums) for steps in first_steps for step in steps)
+    if are_alike and [uses_its_own_gradients(log) for log in evidence.ranks].count(True) == 1:
         yield "of one rank"
     if any(event.cls in STEPS_BY_DIRECTION for event in evidence.rank_0.select(OptimizerBuilt)):
         yield "steps by direction"
