@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
@@ -15,7 +16,7 @@ import torch.distributed as dist
 import stepladder.exchange
 from processes import SECONDS, run, wait_until
 from ranks import run_ranks
-from stepladder.exchange.group_work import CollectiveQueue, GroupWork, do_nothing
+from stepladder.exchange.group_work import CollectiveQueue, GroupWork
 from stepladder.exchange.network import wait_for_collective
 from stepladder.exchange.shared_memory import SharedMemory
 from stepladder.exchange.wait import SLEEPING_WORD
@@ -67,11 +68,12 @@ def test_a_group_that_is_aborted_ends_the_collective_of_another_thread() -> None
     memory = memory_of_two()
     queue = CollectiveQueue(memory)
 
-    def start_barrier() -> None:
+    def barrier() -> Iterator[None]:
         memory.barrier()
+        yield
 
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(queue.start, start_barrier, GroupWork([], do_nothing), False)
+        waiting = pool.submit(queue.start, barrier(), GroupWork([]), False)
         wait_until(lambda: memory.slots[SLEEPING_WORD])
         queue.abort()
         with pytest.raises(RuntimeError, match="this rank has left the process group"):
@@ -82,14 +84,15 @@ def test_a_group_that_is_aborted_ends_the_collective_of_another_thread() -> None
 def test_an_output_that_cannot_be_completed_fails_and_keeps_no_later_collective() -> None:
     queue = CollectiveQueue(memory_of_two(), uses_network=True)  # so that the thread runs all
 
-    def fail() -> None:
+    def fail() -> Iterator[None]:
+        yield
         raise ValueError("no such output")
 
-    failed = queue.start(do_nothing, GroupWork([], fail), True)
+    failed = queue.start(fail(), GroupWork([]), True)
     with pytest.raises(RuntimeError, match="ValueError: no such output"):
         failed.wait()
     with pytest.raises(RuntimeError, match="no such output"):  # the group is of no more use
-        queue.start(do_nothing, GroupWork([], do_nothing), False)
+        queue.start(iter(()), GroupWork([]), False)
     queue.close()
 
 
@@ -111,7 +114,7 @@ class EndsAfterWait(dist.Work):
 
 
 def test_a_collective_of_gloo_that_ends_just_after_a_wait_has_not_failed() -> None:
-    assert wait_for_collective(EndsAfterWait(), timedelta(0), do_nothing)
+    assert wait_for_collective(EndsAfterWait(), timedelta(0), lambda: None)
 
 
 def formed_again(_: Any) -> list[tuple[bool, float]]:

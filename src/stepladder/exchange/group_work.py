@@ -6,7 +6,7 @@ import math
 import os
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from time import perf_counter
 from typing import Any
@@ -21,13 +21,9 @@ from stepladder.rank.stacks import Frame, find_caller
 # How long a collective with async_op=True may block its caller. Most ranks arrive sooner. After
 # this time a thread takes over, which costs several wake-ups.
 MAX_CALLER_WAIT_S = 0.005
-Stage = Callable[[], Any]
+Stages = Iterator[object]
 ErrorExplainer = Callable[[RuntimeError], RuntimeError]
 NO_TIMEOUT = timedelta(0)
-
-
-def do_nothing() -> None:
-    """Do nothing: most outputs need no completion."""
 
 
 class ProcessGuard:
@@ -64,16 +60,14 @@ def copy_error(error: RuntimeError) -> RuntimeError:
 class GroupWork(TorchWork):
     """A collective that was started; it may be finished already."""
 
-    def __init__(self, outputs: Any, finish: Callable[[], None]) -> None:
+    def __init__(self, outputs: Any) -> None:
         """Create the work of a collective, which is not finished.
 
         Args:
             outputs: The tensors that hold the result, which are the value of the future.
-            finish: Completes the outputs.
         """
         super().__init__()
         self.outputs = outputs
-        self.finish = finish
         self.error: RuntimeError | None = None
         self.has_ended = False
         self._lock = threading.Lock()
@@ -178,18 +172,17 @@ class GroupWork(TorchWork):
 class QueuedCollective:
     """A collective with one stage or several, each of which needs the result of the one before."""
 
-    def __init__(self, runner: ExchangeRunner, enqueue: Stage, work: GroupWork) -> None:
+    def __init__(self, runner: ExchangeRunner, stages: Stages, work: GroupWork) -> None:
         """Create a collective that has not begun.
 
         Args:
             runner: Runs the exchanges.
-            enqueue: Its first stage: puts its parts into the queue of the runner, and returns the
-                next stage, or None if there is none.
+            stages: Each puts parts of the collective into the queue of the runner.
             work: What the caller got.
         """
         self.work = work
         self._runner = runner
-        self._next_stage: Stage | None = enqueue
+        self._stages = stages
         self._is_running = False
         self._caller: Frame | None = None
 
@@ -199,18 +192,16 @@ class QueuedCollective:
 
     def advance(self, until: float = math.inf) -> bool:
         """Run the collective; return whether it is done, as `ExchangeRunner.advance` does."""
-        while self._is_running or self._next_stage is not None:
-            if not self._is_running and self._next_stage is not None:
-                self._next_stage = self._next_stage()
-                if not self._runner.queue:
-                    continue  # a stage that has only used the network
-                self._runner.begin()
-                self._is_running = True
-            if not self._runner.advance(until, self._caller):
-                return False
+        while not self._is_running or self._runner.advance(until, self._caller):
             self._is_running = False
-        self.work.finish()
-        return True
+            for _stage in self._stages:
+                if self._runner.queue:  # other stages have only used the network
+                    self._runner.begin()
+                    self._is_running = True
+                    break
+            if not self._is_running:
+                return True
+        return False
 
 
 class CollectiveQueue:
@@ -248,11 +239,11 @@ class CollectiveQueue:
         self._is_closed = False
         self._process = ProcessGuard()
 
-    def start(self, enqueue: Stage, work: GroupWork, is_async: bool) -> GroupWork:
+    def start(self, stages: Stages, work: GroupWork, is_async: bool) -> GroupWork:
         """Start a collective, and finish it if all peers arrive soon.
 
         Args:
-            enqueue: Its first stage, as of `QueuedCollective`.
+            stages: Its stages, as of `QueuedCollective`.
             work: The collective's work.
             is_async: Whether the caller continues before the result is there.
 
@@ -266,7 +257,7 @@ class CollectiveQueue:
         with self._lock:
             if self._error is not None:
                 raise RuntimeError(str(self._error))
-            collective = QueuedCollective(self._runner, enqueue, work)
+            collective = QueuedCollective(self._runner, stages, work)
             runs_later = bool(self._waiting) or (is_async and self._uses_network)
             if runs_later or not self._run_here(collective, is_async):
                 collective.remember_caller()

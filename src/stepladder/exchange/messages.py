@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from stepladder.exchange.channel import Channel
-from stepladder.exchange.group_work import NO_TIMEOUT, GroupWork, do_nothing
+from stepladder.exchange.group_work import NO_TIMEOUT, GroupWork
 
 GiveUp = Callable[["PeerMessage", timedelta], None]
 
@@ -37,7 +37,7 @@ class PeerMessage(GroupWork):
             give_up: Called with the message and a timeout when it has not ended in that time. The
                 message has ended when the function returns.
         """
-        super().__init__([tensor], do_nothing)
+        super().__init__([tensor])
         self.peers = peers
         self.tag = tag
         self.verb = verb

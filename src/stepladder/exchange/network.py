@@ -37,8 +37,8 @@ LossFinder = Callable[[], int | None]
 class NodeNetwork:
     """The network between the machines of a group, as one rank uses it.
 
-    The first rank of each machine, its leader, is in a gloo group of the leaders. Only leaders call
-    the collectives of this class, and each call waits for its result.
+    The first rank of each machine, its leader, is in a gloo group of the leaders. A collective of
+    this class waits for its result on a leader, and does nothing on other ranks.
     """
 
     def __init__(
@@ -53,10 +53,8 @@ class NodeNetwork:
             nodes: The ranks of each machine.
         """
         self.nodes = nodes
-        # The index of this rank's machine in `nodes`.
-        self.node = next(node for node, ranks in enumerate(nodes) if rank in ranks)
-        # Whether this rank is the leader of its machine.
-        self.is_leader = rank == nodes[self.node][0]
+        self.own_ranks = next(ranks for ranks in nodes if rank in ranks)
+        self.is_leader = rank == self.own_ranks[0]
         self._store = store
         self._has_shared_loss = False
         self._store_ended_at = math.inf
@@ -65,7 +63,7 @@ class NodeNetwork:
         earlier_connections = list_tcp_connections()
         if self.is_leader:
             self._leaders = ProcessGroupGloo(
-                PrefixStore(LEADERS_PREFIX, store), self.node, len(nodes), options
+                PrefixStore(LEADERS_PREFIX, store), nodes.index(self.own_ranks), len(nodes), options
             )
         self._connections = list_tcp_connections() - earlier_connections
 
@@ -77,18 +75,20 @@ class NodeNetwork:
             lambda: [self._leaders.allreduce([tensor], operation) for tensor in tensors], timeout
         )
 
-    def broadcast(self, tensors: Tensors, node: int, timeout: timedelta) -> None:
-        """Send each tensor of one machine to the others."""
+    def broadcast(self, tensors: Tensors, root: int, timeout: timedelta) -> None:
+        """Send each tensor of the machine of one rank to the others."""
+        node = next(node for node, ranks in enumerate(self.nodes) if root in ranks)
         self._run(lambda: [self._leaders.broadcast(tensor, node) for tensor in tensors], timeout)
 
-    def all_gather(self, part: torch.Tensor, timeout: timedelta) -> Tensors:
-        """Return the part of each machine; all parts have the same length."""
+    def all_gather(self, rows: Tensors, timeout: timedelta) -> list[Tensors]:
+        """Return the rows of each machine, given those of this one; a leader's alone."""
+        part = torch.stack(rows)
         parts = [torch.empty_like(part) for _ in self.nodes]
         self._run(lambda: [self._leaders.allgather(parts, part)], timeout)
-        return parts
+        return [list(part) for part in parts] if self.is_leader else []
 
     def barrier(self, timeout: timedelta) -> None:
-        """Wait until the leaders of all machines have called this method."""
+        """Wait until all machines have come here."""
         self._run(lambda: [self._leaders.barrier()], timeout)
 
     def _run(self, start: Callable[[], list[Any]], timeout: timedelta) -> None:
@@ -101,6 +101,8 @@ class NodeNetwork:
         Raises:
             NetworkError: One of them has failed, or has not ended in time.
         """
+        if not self.is_leader:
+            return
         try:
             for work in start():
                 wait_for_collective(work, timeout, self.find_loss)

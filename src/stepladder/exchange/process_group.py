@@ -1,196 +1,310 @@
-"""The collectives of a process group of torch.distributed that shares memory.
+"""A process group of torch.distributed that shares memory: how it is formed, and how it ends.
 
 Its gloo group carries what shared memory does not: tensors on other devices, sparse tensors, and
-every collective that is not defined here. The caller sees one group.
+every collective that the table of collectives.py has not. The caller sees one group.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from functools import cache, partial
 from typing import Any
 
 import torch
+from torch.distributed import ProcessGroupGloo, Store  # type: ignore[attr-defined]
 
-from stepladder.exchange.across_nodes import AllGatherAcross, BarrierAcross, BroadcastAcross
-from stepladder.exchange.group_base import C10D, Tensors
-from stepladder.exchange.group_work import Stage
-from stepladder.exchange.reduction import Reduction
-from stepladder.exchange.routing import FlatTensors, get_flat, have_length, split_evenly
+from stepladder.core.console import print_message
+from stepladder.exchange.carried_work import CarriedMessage, CarriedWork, explaining_errors
+from stepladder.exchange.collectives import C10D, COLLECTIVES, Call, Collective, find_tensors
+from stepladder.exchange.group_work import CollectiveQueue, GroupWork
+from stepladder.exchange.message_queue import MessageQueue
+from stepladder.exchange.network import NodeNetwork, await_loss
+from stepladder.exchange.plan import make_large_halves
+from stepladder.exchange.rendezvous import share_memory
+from stepladder.exchange.routing import can_share
 from stepladder.exchange.shared_memory import SharedMemory
-from stepladder.exchange.transposing import TransposingGroup
-from stepladder.rank.shared_segment import HALF_BYTES
+from stepladder.exchange.wait import make_loss_error
+from stepladder.exchange.work import Tensors
+from stepladder.rank.torch_fixes import list_tcp_connections, shut_down_connections
+from stepladder.rank.torch_fixes_groups import record_collective
+from stepladder.rank.torch_fixes_store import make_store_of_one_group
 
-# What torch takes when a collective is called without options.
-ALL_REDUCE = C10D.AllreduceOptions()
-ALL_REDUCE_COALESCED = C10D.AllreduceCoalescedOptions()
-BROADCAST = C10D.BroadcastOptions()
-ALL_GATHER = C10D.AllgatherOptions()
-BARRIER = C10D.BarrierOptions()
-Enqueue = Callable[[SharedMemory], Stage | None]
+TorchGroup: Any = C10D.ProcessGroup  # whose name there stands for a class of ours later
+FIRST_GROUP_ID = 1
+LARGE_HALF_BYTES = 1 << 22
+# The titles that a profiler shows for messages, after whose failure others can still be sent.
+MESSAGES = {"send": "gloo:send", "recv": "gloo:recv", "recv_anysource": "gloo:recvAnySource"}
+# The kernel takes a message up to this size from its sender in one piece, so none is cut off.
+MAX_WHOLE_BYTES = 1 << 14
 
 
-class ReduceToAll:
-    """The first stage of an all-reduce; then each large tensor has a stage of its own.
+@cache
+def announce_transport(obstacle: str, machines: int) -> None:
+    """Print once how the ranks exchange tensors in the host's memory."""
+    if torch.cuda.is_available():
+        return  # most tensors are on GPUs, and are NCCL's
+    way = "in shared memory"
+    if machines > 1:
+        way = f"in shared memory within each of {machines} machines, by gloo between them"
+    if obstacle:
+        print_message(f"the ranks exchange tensors by gloo: {obstacle}")
+    else:
+        print_message(f"the ranks exchange tensors {way}; --exchange gloo turns it off")
 
-    Each rank reduces a slice of a large tensor for all. It reduces the others for itself.
+
+class SharedMemoryGroup(TorchGroup):  # type: ignore[misc]
+    """A group of ranks that share memory if they can, and that holds a gloo group.
+
+    It has a method for each name in the table of collectives, which starts the collective and
+    returns its work. Reductions are done in rank order.
     """
 
-    def __init__(self, flats: Tensors, reduction: Reduction) -> None:
-        self._flats = flats
-        self._reduction = reduction
-        self._large: list[torch.Tensor] = []
+    def __init__(self, store: Store, rank: int, size: int, announces: bool = False) -> None:
+        """Create a group without a back end.
 
-    def __call__(self, memory: SharedMemory) -> Stage | None:
-        """Enqueue the stage; return the next one, if there is one."""
-        for flat in self._flats:
-            if flat.nbytes <= HALF_BYTES:
-                memory.all_reduce(flat, self._reduction)
-            else:
-                self._large.append(flat)
-        return partial(self._reduce_large, memory) if self._large else None
+        Args:
+            store: A store of this group alone.
+            rank: This rank.
+            size: The number of ranks.
+            announces: Whether rank 0 prints how the ranks exchange tensors.
+        """
+        super().__init__(rank, size)  # with a store, torch does not accept a class of Python
+        # Calls torch's methods in place of `super()`: those of a class of Python hold the
+        # interpreter's lock, and gloo's threads wait for it with gloo's lock in hand.
+        self._torch_group = TorchGroup(store, rank, size)
+        self.obstacle = "there is no gloo group for tensors in the host's memory"
+        self._own_store = store
+        self._has_backend = False
+        self._announces = announces
+        self._memory: SharedMemory | None = None
+        self._network: NodeNetwork | None = None
+        self._queue: CollectiveQueue | None = None
+        self._message_queue: MessageQueue | None = None
+        self._gloo: ProcessGroupGloo | None = None
+        self._names: Sequence[int] = ()  # the number by which messages name each rank
+        self._connections = list_tcp_connections()  # of the process; then of the gloo group
 
-    def _reduce_large(self, memory: SharedMemory) -> Stage | None:
-        memory.all_reduce_slices(self._large.pop(), self._reduction)
-        return partial(self._reduce_large, memory) if self._large else None
+    def get_group_store(self) -> Store:
+        """Return the store of this group."""
+        return self._own_store
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether the ranks share memory; otherwise gloo carries everything."""
+        return self._memory is not None
 
-class SharedMemoryGroup(TransposingGroup):
-    """A process group with the methods of torch's own, which `torch.distributed` calls.
+    # -- how it is formed, and how it ends ---------------------------------------------------------
 
-    Each method starts its collective and returns its work. Reductions are done in rank order.
-    """
+    def _register_backend(
+        self, device: torch.device, backend_type: Any, backend: Any = None
+    ) -> None:
+        """Take a back end for a device, and share memory beside a gloo group for the host."""
+        super()._register_backend(device, backend_type, backend)
+        self._torch_group._register_backend(device, backend_type, backend)
+        if not self._has_backend:  # the first one is the default
+            self._torch_group._set_default_backend(backend_type)
+            self._has_backend = True
+        if device.type != "cpu" or self._gloo is not None:
+            return
+        if isinstance(backend, ProcessGroupGloo):
+            self._gloo = backend
+            self._connections = list_tcp_connections() - self._connections
+            self._share_memory(backend)
+        elif isinstance(backend, C10D._ProcessGroupWrapper):
+            self.obstacle = "TORCH_DISTRIBUTED_DEBUG=DETAIL compares all collectives there"
+            self._announce(backend.wrapped_pg, 1)
 
-    def allreduce(self, tensors: Tensors, opts: Any = ALL_REDUCE) -> Any:
-        """Reduce each tensor over the ranks, in place."""
-        return self._all_reduce("allreduce", tensors, opts)
-
-    def allreduce_coalesced(self, tensors: Tensors, opts: Any = ALL_REDUCE_COALESCED) -> Any:
-        """Reduce each tensor over the ranks, in place and in one exchange."""
-        return self._all_reduce("allreduce_coalesced", tensors, opts)
-
-    def _all_reduce(self, method: str, tensors: Tensors, opts: Any) -> Any:
-        reduction = self._find_reduction(tensors, opts, across_nodes=True)
-        if reduction is None:
-            return self._carry(method, tensors[0].device, tensors, opts)
-        flats = FlatTensors()
-        targets = [flats.add(tensor) for tensor in tensors]
-        reduce: Enqueue = ReduceToAll(targets, reduction)
-        if self._network is not None:
-            reduce = self._reduce_across(self._network, targets, reduction, opts)
-        return self._start("all_reduce", reduce, tensors, tensors, opts, flats.write_back)
-
-    def broadcast(self, tensors: Tensors, opts: Any = BROADCAST) -> Any:
-        """Send each tensor of one rank to all."""
-        if not self._can_share(tensors, across_nodes=True):
-            return self._carry("broadcast", tensors[0].device, tensors, opts)
-        flats = FlatTensors()
-        targets = [flats.add(tensor) for tensor in tensors]
-        root = opts.rootRank
-
-        def broadcast(memory: SharedMemory) -> None:
-            for target in targets:
-                memory.broadcast(target, root)
-
-        enqueue: Enqueue = broadcast
-        if self._network is not None:
-            timeout = self._get_timeout(opts)
-            enqueue = BroadcastAcross(self._network, timeout, targets, root)
-
-        return self._start("broadcast", enqueue, tensors, tensors, opts, flats.write_back)
-
-    def allgather(
-        self, output_tensors: list[Tensors], input_tensors: Tensors, opts: Any = ALL_GATHER
-    ) -> Any:
-        """Collect a tensor of each rank into a list."""
-        return self._all_gather("allgather", output_tensors, input_tensors, opts)
-
-    def allgather_coalesced(
-        self, output_lists: list[Tensors], input_list: Tensors, opts: Any = ALL_GATHER
-    ) -> Any:
-        """Collect several tensors of each rank, with a list of tensors for each rank."""
-        if not self._can_gather(input_list):
-            device = input_list[0].device
-            return self._carry("allgather_coalesced", device, output_lists, input_list, opts)
-        outputs = [list(tensors) for tensors in zip(*output_lists, strict=True)]
-        return self._all_gather("allgather", outputs, input_list, opts)
-
-    def _all_gather(self, method: str, outputs: list[Tensors], parts: Tensors, opts: Any) -> Any:
-        """Collect each part of all ranks into the list of outputs with the same index."""
-        all_outputs = [output for tensors in outputs for output in tensors]
-        is_shared = self._can_gather([*parts, *all_outputs]) and all(
-            have_length(tensors, part.numel()) for tensors, part in zip(outputs, parts, strict=True)
+    def _share_memory(self, gloo: ProcessGroupGloo) -> None:
+        store = make_store_of_one_group(self._own_store, self.rank())
+        rendezvous = share_memory(store, self.rank(), self.size())
+        self.obstacle = rendezvous.obstacle
+        self._announce(gloo, len(rendezvous.nodes))
+        if rendezvous.memory is None:
+            return
+        node = next(node for node in rendezvous.nodes if self.rank() in node)
+        names = self._names = gloo.options.global_ranks_in_group or range(self.size())
+        self._memory = SharedMemory(
+            rendezvous.memory,
+            node.index(self.rank()),
+            [rendezvous.pids[rank] for rank in node],
+            FIRST_GROUP_ID,
+            gloo.options._timeout.total_seconds(),
+            [names[rank] for rank in node],
+            make_large_halves(LARGE_HALF_BYTES),
         )
-        if not is_shared:
-            return self._carry(method, parts[0].device, outputs, parts, opts)
-        flats = FlatTensors()
-        targets = [[flats.add(output) for output in tensors] for tensors in outputs]
-        return self._start(
-            "all_gather",
-            self._make_gather(targets, parts, opts),
-            parts,
-            all_outputs,
-            opts,
-            flats.write_back,
-        )
+        if len(rendezvous.nodes) == 1:
+            self._queue = CollectiveQueue(self._memory)
+            self._message_queue = MessageQueue(self._memory)
+            return
+        network = NodeNetwork(store, gloo, self.rank(), rendezvous.nodes)
+        explain = partial(network.leave_after_error, self._memory.waiter)
+        self._network = network
+        self._queue = CollectiveQueue(self._memory, explain, uses_network=True)
 
-    def _can_gather(self, tensors: Tensors) -> bool:
-        is_even = self._network is None or len(set(map(len, self._network.nodes))) == 1
-        return is_even and self._can_share(tensors, across_nodes=True)
+    def _announce(self, gloo: ProcessGroupGloo, machines: int) -> None:
+        is_default = not gloo.options.global_ranks_in_group
+        if self._announces and is_default and self.rank() == 0 and self.size() > 1:
+            announce_transport(self.obstacle, machines)
 
-    def _make_gather(self, targets: list[Tensors], parts: Tensors, opts: Any) -> Enqueue:
-        """Return the first stage that collects each part of all ranks into its list of targets."""
-        sources = [get_flat(part) for part in parts]
-        if self._network is not None:
-            return AllGatherAcross(self._network, self._get_timeout(opts), targets, sources)
+    def split_group(self, *args: Any, **options: Any) -> Any:
+        """Return a group of some of the ranks, which has torch's back ends alone.
 
-        def gather(memory: SharedMemory) -> None:
-            for target, source in zip(targets, sources, strict=True):
-                memory.all_gather(target, source)
+        torch reads the store of the group that it splits. This class keeps its store elsewhere, so
+        the group of torch with the same back ends is split in its place.
+        """
+        group = self._torch_group
+        group._set_group_name(self.group_name)
+        group._set_group_desc(self.group_desc)
+        return group.split_group(*args, **options)
 
-        return gather
+    def shutdown(self) -> None:
+        """Leave the group."""
+        self._leave_group()
+        super().shutdown()
 
-    def all_gather_single(
-        self, output: torch.Tensor, part: torch.Tensor, opts: Any = ALL_GATHER
-    ) -> Any:
-        """Collect a tensor of each rank into one tensor."""
-        fits = output.numel() == part.numel() * self.size() and output.dtype == part.dtype
-        if not fits or not self._can_gather([output, part]):
-            return self._carry("_allgather_base", part.device, output, part, opts)
-        return self._all_gather_into([output], [part], opts)
+    def abort(self) -> None:
+        """Leave the group, also if a collective is under way in another thread."""
+        if self._queue is not None:
+            self._queue.abort()
+        self._leave_group()
+        super().abort()
 
-    _allgather_base = all_gather_single  # its name before torch 2.13
+    def _leave_group(self) -> None:
+        if self._message_queue is not None:  # before this rank leaves: then it sends nothing more
+            self._message_queue.close()
+        if self._queue is not None:
+            self._queue.close()
 
-    def all_gather_single_coalesced(
-        self, outputs: Tensors, parts: Tensors, opts: Any = ALL_GATHER
-    ) -> Any:
-        """Collect several tensors of each rank, each into one tensor."""
-        if not self._can_gather([*outputs, *parts]):
-            return self._torch_group.all_gather_single_coalesced(outputs, parts, opts)
-        return self._all_gather_into(outputs, parts, opts)
+    # -- collectives -------------------------------------------------------------------------------
 
-    def _all_gather_into(self, outputs: Tensors, parts: Tensors, opts: Any) -> Any:
-        flats = FlatTensors()
-        targets = [split_evenly(flats.add(output), self.size()) for output in outputs]
-        return self._start(
-            "_all_gather_base",
-            self._make_gather(targets, parts, opts),
-            parts,
-            outputs,
-            opts,
-            flats.write_back,
-        )
+    def _start(self, collective: Collective, arguments: Sequence[Any], opts: Any) -> Any:
+        """Start a collective in shared memory, or let gloo start it, and return its work."""
+        memory = self._memory
+        queue = self._queue
+        can_carry = self._network is None or collective.crosses_nodes
+        if memory is None or queue is None or not can_carry:
+            return self._carry(collective.gloo_method, *arguments, opts)
+        timeout = opts.timeout if opts.timeout.total_seconds() > 0 else self._timeout
+        call = Call(memory, self._network, self.rank(), self.size(), opts, timeout)
+        stages = collective.run(call, *arguments)
+        shown = next(stages, None) if can_share(find_tensors(arguments)) else None
+        if shown is None:
+            return self._carry(collective.gloo_method, *arguments, opts)
+        inputs, outputs = shown
 
-    def barrier(self, opts: Any = BARRIER) -> Any:
-        """Wait until all ranks have come here."""
-        is_on_host = opts.device is None or opts.device.type == "cpu"
-        if not self.is_shared or not is_on_host:
-            return self._torch_group.barrier(opts)
+        def run() -> Iterator[None]:
+            memory.waiter.set_timeout(timeout.total_seconds())
+            yield from stages
 
-        def wait_for_all(memory: SharedMemory) -> None:
-            memory.barrier()
+        with record_collective(f"gloo:{collective.title}", inputs):
+            return queue.start(run(), GroupWork(outputs), opts.asyncOp)
 
-        enqueue: Enqueue = wait_for_all
-        if self._network is not None:
-            enqueue = BarrierAcross(self._network, self._get_timeout(opts))
-        return self._start("barrier", enqueue, [], [], opts)
+    @property
+    def _timeout(self) -> timedelta:
+        """How long a call without a timeout waits for other ranks."""
+        assert self._gloo is not None
+        timeout: timedelta = self._gloo.options._timeout
+        return timeout
+
+    def _carry(self, method: str, *arguments: Any) -> Any:
+        """Let the back end of the tensors start a call that shared memory does not carry.
+
+        Args:
+            method: The name of its method.
+            *arguments: The arguments of the method.
+
+        Returns:
+            The work.
+        """
+        tensor = next(find_tensors(arguments), None)
+        start = getattr(self._torch_group, method)  # a back end has not all methods
+        if tensor is not None:
+            start = getattr(self._get_backend(tensor.device), method, start)
+        if tensor is None or tensor.device.type != "cpu" or not self.is_shared:
+            return start(*arguments)
+        is_collective = method not in MESSAGES
+        explain = partial(self._explain_loss, is_collective=is_collective)
+        find_loss = self._find_loss_of_others if is_collective else None
+        with explaining_errors(explain):
+            return CarriedWork(start(*arguments), explain, find_loss)
+
+    def monitored_barrier(self, *args: Any, **options: Any) -> None:
+        """Wait until all ranks have come here; the first rank names those that do not come."""
+        # gloo may never end a send that starts while its connection is being closed, as another
+        # rank does after it has found a loss.
+        lost_rank = self._find_loss_of_others()
+        if lost_rank is not None:
+            raise make_loss_error(lost_rank)
+        with explaining_errors(partial(self._explain_loss, is_collective=True)):
+            self._torch_group.monitored_barrier(*args, **options)
+
+    # -- messages ----------------------------------------------------------------------------------
+
+    def send(self, tensors: Tensors, rank: int, tag: int) -> Any:
+        """Send a tensor to a rank."""
+        return self._start_message("send", tensors, [rank], tag)
+
+    def recv(self, tensors: Tensors, rank: int, tag: int) -> Any:
+        """Receive a tensor from a rank."""
+        return self._start_message("recv", tensors, [rank], tag)
+
+    def recv_anysource(self, tensors: Tensors, tag: int) -> Any:
+        """Receive a tensor from any rank."""
+        return self._start_message("recv_anysource", tensors, [], tag)
+
+    def _start_message(self, method: str, tensors: Tensors, peers: list[int], tag: int) -> Any:
+        """Send or receive a tensor through shared memory, or let gloo carry it or refuse it."""
+        [tensor] = tensors
+        queue = self._message_queue
+        is_on_host = tensor.device.type == "cpu" and tensor.layout is torch.strided
+        if queue is not None and is_on_host and tensor.is_contiguous() and tag >= 0:
+            with record_collective(MESSAGES[method], tensors):
+                if method == "send":
+                    return queue.send(tensor, *peers, tag, self._timeout)
+                return queue.receive(tensor, peers, tag, self._timeout)
+        work = self._carry(method, tensors, *peers, tag)
+        is_cut = self._network is not None and tensor.nbytes > MAX_WHOLE_BYTES and peers
+        if is_cut and isinstance(work, CarriedWork):
+            return CarriedMessage(work, self._find_loss_of_others, self._names[peers[0]])
+        return work
+
+    # -- a loss ------------------------------------------------------------------------------------
+
+    def _find_loss_of_others(self) -> int | None:
+        """Return the name of a rank for whose loss a call of another rank has failed."""
+        memory = self._memory
+        lost = None if memory is None else memory.waiter.find_recorded_loss()
+        if lost is None and self._network is not None:
+            lost = self._network.find_loss()
+        return lost
+
+    def _explain_loss(self, error: RuntimeError, is_collective: bool) -> RuntimeError:
+        """Return the error of a call that gloo has carried: it names a lost rank, if there is one.
+
+        After a failed collective this rank shuts its connections down. Otherwise a rank that waits
+        for this one, and not for the lost one, would wait until its timeout.
+        """
+        memory = self._memory
+        lost_rank = None if memory is None else await_loss(memory.waiter, self._network)
+        if lost_rank is None:
+            return error
+        if is_collective:
+            shut_down_connections(self._connections)
+        return make_loss_error(lost_rank)
+
+
+def _make_method(collective: Collective) -> Callable[..., Any]:
+    """Return the method of a group that starts a collective, as torch calls it."""
+    count = collective.argument_count
+
+    def start(group: SharedMemoryGroup, *args: Any, opts: Any = collective.options) -> Any:
+        arguments = args[:count]
+        [opts] = args[count:] or [opts]
+        return group._start(collective, arguments, opts)
+
+    return start
+
+
+for _name, _collective in COLLECTIVES.items():
+    setattr(SharedMemoryGroup, _name, _make_method(_collective))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -64,6 +64,19 @@ def have_length(tensors: Iterable[torch.Tensor], length: int) -> bool:
 def split_evenly(flat: torch.Tensor, ranks: int) -> list[torch.Tensor]:
     """Return each rank's slice of a flat tensor; there may be no numbers."""
     return list(flat.view(ranks, len(flat) // ranks))
+
+
+def count_elements(tensor: torch.Tensor, splits: Sequence[int], ranks: int) -> list[int] | None:
+    """Return how many elements of a tensor are each rank's; None if the splits do not fit."""
+    rows = tensor.size(0) if tensor.ndim else 0
+    if splits:
+        if sum(splits) != rows or len(splits) != ranks:
+            return None
+        row_length = tensor.numel() // max(rows, 1)
+        return [split * row_length for split in splits]
+    if rows % ranks or not tensor.ndim:
+        return None
+    return [tensor.numel() // ranks] * ranks
 
 
 def get_data(tensor: torch.Tensor) -> torch.Tensor:

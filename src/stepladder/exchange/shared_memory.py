@@ -186,33 +186,39 @@ class SharedMemory(ExchangeRunner):
         return self._enqueue(message_format, sent, copy_rows)
 
     def reduce_scatter(
-        self, result: torch.Tensor, tensor: torch.Tensor, block: str = "", **_: Any
+        self,
+        result: torch.Tensor,
+        slices: Sequence[torch.Tensor],
+        reduction: Reduction = SUM,
+        block: str = "",
+        **_: Any,
     ) -> Work:
-        """Start adding `tensor` over the ranks, of which each gets one slice of the sum.
+        """Start reducing slices over the ranks, of which each gets one; all compute at once.
 
         Args:
-            result: A flat tensor, which gets this rank's slice of the sum.
-            tensor: A flat tensor of the slices of all ranks, in rank order.
+            result: A flat tensor, which gets the result; it may be this rank's slice.
+            slices: A flat tensor for each rank, also of several lengths.
+            reduction: What to do with the numbers of the ranks.
             block: The model block that is reduced; must be the same on all ranks.
 
         Returns:
             The work that was started.
         """
-        size = len(result)
-        first = size * self.rank
+        ranks = self.ranks
 
-        def add_slices(rows: Tensors, lo: int, hi: int) -> None:
-            begin = max(lo, first)
-            end = min(hi, first + size)
-            if begin < end:
-                out = result[begin - first : end - first]
-                slices = [row[begin - lo : end - lo] for row in rows]
-                SUM.reduce(slices, out)
+        def reduce_rows(rows: Tensors, lo: int, hi: int) -> None:
+            end = min(hi, len(result))
+            if lo < end:
+                columns = [row[: end - lo] for row in rows[self.rank :: ranks]]
+                reduction.reduce(columns, result[lo:end])
 
         message_format = MessageFormat(
-            "reduce_scatter", tensor.dtype, self.one_row_each, len(tensor)
+            f"reduce_scatter {reduction.name}",
+            result.dtype,
+            (ranks,) * ranks,
+            max(map(len, slices)),
         )
-        return self._enqueue(message_format, tensor, add_slices, zlib.crc32(block.encode()))
+        return self.combine_rows(slices, message_format, reduce_rows, block)
 
     def combine(
         self,
@@ -239,7 +245,11 @@ class SharedMemory(ExchangeRunner):
         return self._enqueue(message_format, rows, combine)
 
     def combine_rows(
-        self, rows: Tensors, message_format: MessageFormat, combine: CombineFunction
+        self,
+        rows: Sequence[torch.Tensor],
+        message_format: MessageFormat,
+        combine: CombineFunction,
+        block: str = "",
     ) -> Work:
         """Start combining the rows of all ranks by a function; the rows need not be contiguous.
 
@@ -247,11 +257,13 @@ class SharedMemory(ExchangeRunner):
             rows: This rank's rows, as flat tensors. Some may be shorter than the format says.
             message_format: The format, in which the type is that of the rows.
             combine: As for `combine`.
+            block: As for `all_gather`.
 
         Returns:
             The work that was started.
         """
-        work = RowsWork(self.exchange, message_format, rows, combine)
+        tag = zlib.crc32(block.encode())
+        work = RowsWork(self.exchange, message_format, rows, combine, tag)
         self.queue.append(work)
         return work
 

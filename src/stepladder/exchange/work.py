@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import mmap
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from operator import add
 from typing import NamedTuple
 
@@ -144,11 +144,12 @@ class RowsWork(Work):
         self,
         exchange: Callable[[], None],
         message_format: MessageFormat,
-        rows: Tensors,
+        rows: Sequence[torch.Tensor],
         combine: CombineFunction,
+        tag: int = 0,
     ) -> None:
         """Create the work of a collective; `rows` are this rank's rows, each of them flat."""
-        super().__init__(exchange, message_format, NO_TENSOR, combine)
+        super().__init__(exchange, message_format, NO_TENSOR, combine, tag)
         self.rows = rows
 
     def write(self, chunk: Chunk, half: int) -> None:

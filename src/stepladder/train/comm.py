@@ -125,7 +125,8 @@ class Comm:
         """Start adding the flat `tensor` over the ranks; `result` gets this rank's slice."""
         assert self.shared_memory is not None
         self.progress.record_block_collective("reduce_scatter", block, tensor.numel())
-        return self._start(self.shared_memory.reduce_scatter, result, tensor, block=block)
+        slices = tensor.split(len(result))
+        return self._start(self.shared_memory.reduce_scatter, result, slices, block=block)
 
     def combine(
         self, rows: Tensor, rows_per_rank: tuple[int, ...], length: int, combine: CombineFunction
