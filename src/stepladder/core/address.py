@@ -8,13 +8,14 @@ import re
 import secrets
 import socket
 import sys
-import time
 from contextlib import suppress
+from functools import partial
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from typing import Any
 
 from stepladder.core.errors import InputError
 from stepladder.core.numbers import MAX_PORT, parse_whole_number
+from stepladder.core.waiting import wait_until
 
 CONNECT_TIMEOUT_S = 3.0
 NAME_TIMEOUT_S = 20.0
@@ -191,13 +192,12 @@ def wait_for_name(flag: str, host: str, timeout_s: float) -> None:
     Raises:
         InputError: The name did not resolve in time.
     """
-    deadline = time.monotonic() + min(timeout_s, NAME_TIMEOUT_S)
-    while not resolve_host(host):
-        if time.monotonic() > deadline:
-            raise InputError(
-                f"{flag}: the name {host} is not known here", f"getent hosts {host}; or its address"
-            )
-        time.sleep(NAME_POLL_S)
+    why = f"{flag}: waiting until the name {host} is known here"
+    is_known = partial(resolve_host, host)
+    if not wait_until(is_known, min(timeout_s, NAME_TIMEOUT_S), why, NAME_POLL_S):
+        raise InputError(
+            f"{flag}: the name {host} is not known here", f"getent hosts {host}; or its address"
+        )
 
 
 def validate_host_name(flag: str, host: str) -> None:

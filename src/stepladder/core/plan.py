@@ -9,6 +9,7 @@ microbatch), and never of a rank. Separating the two follows EasyScale (Li et al
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import pairwise
@@ -283,8 +284,15 @@ class Plan:
 
     def indices(self, step: int, span: Span) -> IndexArray:
         """Return the data-set indices of one span, shape (len(span),)."""
+        [(_, indices)] = self.requests(step, [span])
+        return indices
+
+    def requests(self, step: int, spans: Iterable[Span]) -> Iterator[tuple[int, IndexArray]]:
+        """Yield what a source reads for spans of a step: its epoch, and the data-set indices."""
+        epoch = self.epoch_of_step(step)
         start = step % self.steps_per_epoch * self.global_batch
-        return self.indices_at(self.epoch_of_step(step), start + span.lo, start + span.hi)
+        for span in spans:
+            yield epoch, self.indices_at(epoch, start + span.lo, start + span.hi)
 
     def indices_of_rank(self, step: int, rank: int, world_size: int) -> IndexArray:
         """Return the data-set indices of one rank's share of a step, shape (samples,)."""

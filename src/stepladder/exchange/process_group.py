@@ -261,7 +261,7 @@ class SharedMemoryGroup(TorchGroup):  # type: ignore[misc]
         if queue is not None and is_on_host and tensor.is_contiguous() and tag >= 0:
             with record_collective(MESSAGES[method], tensors):
                 if method == "send":
-                    return queue.send(tensor, *peers, tag, self._timeout)
+                    return queue.send(tensor, peers[0], tag, self._timeout)
                 return queue.receive(tensor, peers, tag, self._timeout)
         work = self._carry(method, tensors, *peers, tag)
         is_cut = self._network is not None and tensor.nbytes > MAX_WHOLE_BYTES and peers

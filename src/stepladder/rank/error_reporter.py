@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 import signal
-import time
 from contextlib import suppress
 from typing import Any
 
+from stepladder.core.waiting import wait_until
 from stepladder.core.world import World
 
 REPORT_TIMEOUT_S = 10.0  # that a rank with bad input, which ends all ranks, waits for the others
@@ -30,14 +30,16 @@ def is_first_to_report(text: str, store: Any, world: World) -> bool:
         True if no other rank has reported this error, or if the store has ended.
     """
     text_without_numbers = re.sub("[0-9]+", "", text)
-    deadline = time.monotonic() + REPORT_TIMEOUT_S
     is_first = True
     with suppress(RuntimeError):  # the store has ended, and rank 0 with it
         is_first = store.add(f"stepladder/told {text_without_numbers}", 1) == 1
         if is_first:  # Slurm and torchrun end all ranks with the first one that ends
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        num_ending = store.add(ENDING_RANKS_KEY, 1)
-        while world.is_first and num_ending < world.world_size and time.monotonic() < deadline:
-            time.sleep(REPORT_POLL_S)
-            num_ending = store.add(ENDING_RANKS_KEY, 0)
+        store.add(ENDING_RANKS_KEY, 1)
+        if world.is_first:
+            wait_until(
+                lambda: store.add(ENDING_RANKS_KEY, 0) >= world.world_size,
+                REPORT_TIMEOUT_S,
+                poll_s=REPORT_POLL_S,
+            )
     return is_first

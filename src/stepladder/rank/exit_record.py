@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,6 +28,7 @@ from stepladder.core.errors import (
 )
 from stepladder.core.numbers import read_env_number
 from stepladder.core.output_file import write_output
+from stepladder.core.waiting import retry
 
 END_FILE_VARIABLE = "STEPLADDER_END_FILE"  # JOB:FILE, set by the batch script
 END_FILE_NAME = "ended.json"
@@ -113,16 +113,13 @@ def _write_record(path: Path, record: str) -> None:
         InputError: The file cannot be written.
         StorageFault: The file system did not come back in time.
     """
-    deadline = time.monotonic() + RECORD_TIMEOUT_S
-    while True:
-        try:
-            with suppress(OSError):
-                path.parent.mkdir(parents=True, exist_ok=True)
-            return write_output(path, record, END_FILE_VARIABLE)
-        except StorageFault:
-            if time.monotonic() > deadline:
-                raise
-        time.sleep(RECORD_RETRY_INTERVAL_S)
+
+    def write() -> None:
+        with suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        write_output(path, record, END_FILE_VARIABLE)
+
+    retry(write, StorageFault, RECORD_TIMEOUT_S, RECORD_RETRY_INTERVAL_S)
 
 
 def choose_end_code(error: BaseException) -> int:

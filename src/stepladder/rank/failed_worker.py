@@ -6,10 +6,11 @@ import os
 import re
 import signal
 import sys
-import time
 import traceback
 from multiprocessing.process import BaseProcess
 from traceback import walk_tb
+
+from stepladder.core.waiting import wait_until
 
 SIGNAL_HANDLING = "torch.utils.data._utils.signal_handling"
 LOADER_WORKER_KILLED = re.compile(r"DataLoader worker \(pid \d+\) is killed by signal: .*")
@@ -68,17 +69,16 @@ def _ask_torch(error: BaseException) -> str | None:
     if signal_handling is None:
         return None
     may_be_ending = isinstance(error, (ConnectionError, EOFError, FileNotFoundError))
-    deadline = time.monotonic()
-    if may_be_ending and _has_children():
-        deadline += WORKER_END_TIMEOUT_S
-    while True:
+    timeout_s = WORKER_END_TIMEOUT_S if may_be_ending and _has_children() else 0.0
+
+    def find_failure() -> str | None:
         try:
             signal_handling._error_if_any_worker_fails()
         except RuntimeError as failure:
             return str(failure)
-        if time.monotonic() >= deadline:
-            return None
-        time.sleep(WORKER_END_POLL_S)
+        return None
+
+    return wait_until(find_failure, timeout_s, poll_s=WORKER_END_POLL_S)
 
 
 def _has_children() -> bool:

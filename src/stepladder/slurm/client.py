@@ -8,14 +8,15 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 from stepladder.core.errors import InputError
 from stepladder.core.folders import get_state_folder
 from stepladder.core.numbers import parse_whole_number
 from stepladder.core.paths import parse_path
+from stepladder.core.waiting import retry
 
 SLURM_TIMEOUT_S = 30.0
 SLURM_BUSY_TIMEOUT_S = 120.0
@@ -130,14 +131,8 @@ def show_job(job: str) -> str:
     """
     if parse_whole_number(job) is None:
         raise InputError(f"{job!r} is not a job's number", "stepladder status")
-    deadline = time.monotonic() + SLURM_BUSY_TIMEOUT_S
-    while True:
-        try:
-            return run_slurm("scontrol", "show", "job", job)
-        except SlurmBusy:
-            if time.monotonic() > deadline:
-                raise
-        time.sleep(SLURM_RETRY_INTERVAL_S)
+    show = partial(run_slurm, "scontrol", "show", "job", job)
+    return retry(show, SlurmBusy, SLURM_BUSY_TIMEOUT_S, SLURM_RETRY_INTERVAL_S)
 
 
 def parse_field(text: str, name: str) -> str:

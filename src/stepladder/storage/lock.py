@@ -25,6 +25,7 @@ import psutil
 
 from stepladder.core import typed_file
 from stepladder.core.errors import InputError, StorageFault, as_input_error, get_reason, to_one_line
+from stepladder.core.waiting import retry
 from stepladder.rank.fd_store import find_stored_fd, store_fd
 
 JsonObject = dict[str, Any]
@@ -215,19 +216,19 @@ class RunDirLock:
 
     def _read_owner(self) -> JsonObject:
         """Return the content of the lock file, {} if there is none; retry if it is unreadable."""
-        deadline = time.monotonic() + LOCK_READ_TIMEOUT_S
-        while True:
-            try:
+
+        def read() -> JsonObject:
+            with suppress(FileNotFoundError):
                 return _read_strictly(self.path)
-            except FileNotFoundError:
-                return {}
-            except (OSError, ValueError) as error:
-                if time.monotonic() > deadline:
-                    raise StorageFault(
-                        f"{self.path} cannot be read, so this run cannot see whether it still has"
-                        f" its directory: {get_reason(error)}"
-                    ) from error
-            time.sleep(LOCK_RETRY_INTERVAL_S)
+            return {}
+
+        try:
+            return retry(read, (OSError, ValueError), LOCK_READ_TIMEOUT_S, LOCK_RETRY_INTERVAL_S)
+        except (OSError, ValueError) as error:
+            raise StorageFault(
+                f"{self.path} cannot be read, so this run cannot see whether it still has"
+                f" its directory: {get_reason(error)}"
+            ) from error
 
     def move_folder(self, target: Path) -> Path:
         """Rename the locked directory, and return its new path."""

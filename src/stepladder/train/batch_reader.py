@@ -37,14 +37,14 @@ class BatchReader:
 
     def read(self, step: int, span: Span) -> Any:
         """Return a microbatch of a step."""
-        request = (self.plan.epoch_of_step(step), self.plan.indices(step, span))
+        requests = self.plan.requests(step, [span])
         threads = torch.get_num_threads()
         torch.set_num_threads(self.threads)
         try:
             with (
                 self.comm.phases(READING),
                 as_last_worker(self.num_workers, self.dataset),  # the first one has read it before
-                closing(self.source.batches([request])) as batches,
+                closing(self.source.batches(requests)) as batches,
             ):
                 return next(batches)[1]
         finally:

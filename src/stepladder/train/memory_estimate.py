@@ -223,8 +223,7 @@ def make_dry_spec(spec: RunSpec, world: World) -> RunSpec:
     spans = spec.plan.share(0, world.rank, world.world_size)
     if not spec.by_microbatch:
         spans = fuse_spans(spans)
-    requests = [(0, spec.plan.indices(0, span)) for span in spans]
-    batches = RepeatedBatches(spec.train_source, requests)
+    batches = RepeatedBatches(spec.train_source, spec.plan.requests(0, spans))
     return replace(spec, settings=settings, train_source=batches)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
@@ -11,6 +10,7 @@ import torch.distributed as dist
 
 from stepladder.core.arguments import validate_arguments
 from stepladder.core.errors import InputError
+from stepladder.core.waiting import wait_until
 from stepladder.core.world import World
 from stepladder.rank.error_reporter import REPORT_TIMEOUT_S, is_first_to_report
 from stepladder.rank.membership import get_control_channel, get_joining_rank
@@ -108,10 +108,12 @@ def _end_after_all_joined(error: InputError, world: World) -> bool:
     Returns:
         True if this rank is the first to report the error.
     """
-    deadline = time.monotonic() + REPORT_TIMEOUT_S
     with suppress(RuntimeError):  # the store has ended already
-        while _count_joined() < world.world_size and time.monotonic() < deadline:
-            time.sleep(JOINED_POLL_INTERVAL_S)
+        wait_until(
+            lambda: _count_joined() >= world.world_size,
+            REPORT_TIMEOUT_S,
+            poll_s=JOINED_POLL_INTERVAL_S,
+        )
     return is_first_to_report(str(error), get_default_store(), world)
 
 

@@ -40,8 +40,7 @@ class RankShare:
         """Yield what this rank reads, pass by pass, from `first_step` to the end of the run."""
         plan = self.spec.plan
         for step in range(first_step, self.spec.num_steps):
-            for span in self.spans(step):
-                yield plan.epoch_of_step(step), plan.indices(step, span)
+            yield from plan.requests(step, self.spans(step))
 
     def _spans_of(self, step: int) -> list[Span]:
         plan = self.spec.plan

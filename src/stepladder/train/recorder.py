@@ -72,6 +72,7 @@ class Recorder:
         tensorboard = SafeLogger("tensorboard", partial(TensorBoard, folder), {}, lambda: None)
         self.loggers = [*loggers, tensorboard]
         self.rows: list[Row] = []
+        self.epoch = 0  # that of the step under way
         # Whether the recorded losses are sums over all ranks, not over this rank's samples alone.
         self.losses_are_global = spec.by_microbatch or comm.device.type == "cpu"
         self.last_flush_time = perf_counter()
@@ -124,7 +125,8 @@ class Recorder:
             indices: Of the data set, an array per batch.
         """
         step = self.state.step
-        self.ledger.record_step(step + 1, self.spec.plan.epoch_of_step(step), indices)
+        self.epoch = self.spec.plan.epoch_of_step(step)
+        self.ledger.record_step(step + 1, self.epoch, indices)
         if not self.comm.alone:
             self.ledger.flush()
 
@@ -140,9 +142,8 @@ class Recorder:
             learning_rate: Of the first group of parameters. A tensor is one that nobody changes.
             norm: Of the gradient, shape ().
         """
-        epoch = self.spec.plan.epoch_of_step(self.state.step)
         step = self.state.advance()
-        self.rows.append((step, epoch, loss, count, learning_rate, norm))
+        self.rows.append((step, self.epoch, loss, count, learning_rate, norm))
 
     @property
     def is_full(self) -> bool:

@@ -17,6 +17,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 
 from stepladder.core.console import print_message
 from stepladder.core.errors import BAD_INPUT, DONE, FAILED, STOPPED, is_failure
+from stepladder.core.waiting import wait_until
 from stepladder.launcher.local.attempt import AttemptSpec
 from stepladder.launcher.local.consensus import Consensus
 from stepladder.launcher.local.outcome import (
@@ -386,6 +387,4 @@ class Agent:
         published_end = self.rendezvous_record.read_end()
         if published_end is None or published_end.code not in (DONE, STOPPED):
             return
-        deadline = time.monotonic() + FINISH_TIMEOUT_S
-        while not self.group.poll() and time.monotonic() < deadline:
-            pass
+        wait_until(self.group.poll, FINISH_TIMEOUT_S, poll_s=0)

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import psutil
@@ -32,6 +33,7 @@ from stepladder.core.address import is_listening, is_local
 from stepladder.core.console import print_message
 from stepladder.core.errors import FAILED, InputError
 from stepladder.core.signing import ForgedError, load_or_make_secret, take_secret_from_env
+from stepladder.core.waiting import wait_until
 from stepladder.launcher.nodes.agent import Agent
 from stepladder.launcher.nodes.generation import NodeExcluded, RendezvousMoved
 from stepladder.launcher.nodes.local_node import LocalNode, wait_interruptibly
@@ -126,15 +128,13 @@ def open_or_find_store(spec: RendezvousSpec) -> TCPStore:
     if may_serve and is_local(spec.host):
         with suppress(DistError):
             return open_store(spec.host, spec.port, serves=True)
-    deadline = time.monotonic() + spec.timeout
-    while not is_listening(spec.host, spec.port):
-        if time.monotonic() > deadline:
-            raise InputError(
-                f"no rendezvous answered at {spec.endpoint} within {spec.timeout:g} s",
-                f"the same --rdzv-endpoint on all nodes, one of which is {spec.host};"
-                " no firewall between",
-            )
-        time.sleep(STORE_POLL_INTERVAL_S)
+    why = f"waiting for the rendezvous at {spec.endpoint}"
+    if not wait_until(partial(is_listening, spec.host, spec.port), spec.timeout, why):
+        raise InputError(
+            f"no rendezvous answered at {spec.endpoint} within {spec.timeout:g} s",
+            f"the same --rdzv-endpoint on all nodes, one of which is {spec.host};"
+            " no firewall between",
+        )
     deadline = time.monotonic() + STORE_TIMEOUT_S
 
     def check() -> None:

@@ -25,6 +25,7 @@ from pathlib import Path
 from stepladder.core import durable, typed_file
 from stepladder.core.address import find_own_address, is_listening, is_local, parse_endpoint
 from stepladder.core.errors import DONE, InputError, StorageFault, as_input_error
+from stepladder.core.waiting import wait_until
 from stepladder.launcher.nodes.generation import Generation, NodeExcluded, RendezvousMoved
 from stepladder.launcher.nodes.node_ids import NodeIds
 from stepladder.launcher.nodes.policy import End
@@ -333,13 +334,12 @@ class RunDirRendezvous:
         Returns:
             The exit code that was published first: it holds for all nodes.
         """
-        deadline = time.monotonic() + PUBLISH_END_TIMEOUT_S
-        while time.monotonic() < deadline:
+
+        def publish() -> tuple[int, ...]:
             with self._locked() as is_locked:
-                if is_locked:
-                    return self._publish_end(code, text)
-            time.sleep(JOIN_RETRY_INTERVAL_S)
-        return code
+                return (self._publish_end(code, text),) if is_locked else ()
+
+        return next(iter(wait_until(publish, PUBLISH_END_TIMEOUT_S)), code)
 
     def _publish_end(self, code: int, text: str) -> int:
         published = self.read()

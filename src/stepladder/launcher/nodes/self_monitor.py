@@ -17,12 +17,14 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from stepladder.core.console import print_message, write_text
 from stepladder.core.errors import make_readable
 from stepladder.core.signing import ForgedError
+from stepladder.core.waiting import wait_until
 from stepladder.core.world import World
 from stepladder.launcher.diagnose.hang import explain_hang
 from stepladder.launcher.diagnose.inquiry import Inquiry
@@ -190,13 +192,11 @@ class SelfMonitor:
             return
         with suppress(RuntimeError, ForgedError):
             board.write(f"left-{self.world.rank}", str(LOCAL_SLOTS[STEP]))
-            if not self.world.is_first:
-                return
-            deadline = time.monotonic() + EXIT_NOTICE_TIMEOUT_S
-            while time.monotonic() < deadline:
-                if len(self._find_exited(board)) >= self.world.world_size:
-                    return
-                time.sleep(EXIT_NOTICE_POLL_INTERVAL_S)
+            if self.world.is_first:
+                wait_until(
+                    lambda: len(self._find_exited(board)) >= self.world.world_size,
+                    EXIT_NOTICE_TIMEOUT_S,
+                )
 
     def _find_exited(self, board: SignedBoard) -> list[int]:
         return [rank for rank in range(self.world.world_size) if board.has(f"left-{rank}")]
@@ -215,13 +215,10 @@ class SelfMonitor:
         if self.board is None or not error.is_consequence:
             return False
         with suppress(RuntimeError, ForgedError):
-            deadline = time.monotonic() + EXIT_NOTICE_TIMEOUT_S
-            while time.monotonic() < deadline:
-                exited = self._find_exited(self.board)
-                if exited:
-                    self._print_early_exit(self.board, error, exited)
-                    return True
-                time.sleep(EXIT_NOTICE_POLL_INTERVAL_S)
+            exited = wait_until(partial(self._find_exited, self.board), EXIT_NOTICE_TIMEOUT_S)
+            if exited:
+                self._print_early_exit(self.board, error, exited)
+                return True
         return False
 
     def _print_early_exit(self, board: SignedBoard, error: RankError, exited: list[int]) -> None:

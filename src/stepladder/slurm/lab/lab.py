@@ -21,6 +21,7 @@ import psutil
 from stepladder.core import durable, typed_file
 from stepladder.core.errors import InputError, as_input_error, get_reason
 from stepladder.core.folders import get_state_folder, validate_ownership
+from stepladder.core.waiting import wait_until
 from stepladder.slurm.lab import machine
 from stepladder.slurm.lab.layout import (
     LAB_UP,
@@ -195,18 +196,17 @@ class Lab:
         Raises:
             InputError: If a daemon ends, or a node is not idle in time.
         """
-        deadline = time.monotonic() + LAB_START_TIMEOUT_S
-        while True:
-            states = self.read_states()
-            if set(states.values()) == {"idle"}:
-                return
-            self._check_daemons()
-            if time.monotonic() > deadline:
-                raise InputError(
-                    f"after {LAB_START_TIMEOUT_S:g} s the nodes are {states}",
-                    "try again, or --plain",
-                )
-            time.sleep(0.1)
+        if not wait_until(self._is_idle, LAB_START_TIMEOUT_S):
+            raise InputError(
+                f"after {LAB_START_TIMEOUT_S:g} s the nodes are {self.read_states()}",
+                "try again, or --plain",
+            )
+
+    def _is_idle(self) -> bool:
+        if set(self.read_states().values()) == {"idle"}:
+            return True
+        self._check_daemons()
+        return False
 
     def _check_daemons(self) -> None:
         """Raise InputError with the last message of a daemon that has ended."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import multiprocessing
-import time
 from pathlib import Path
 from typing import NoReturn
 
+from stepladder.core.waiting import wait_until
 from stepladder.core.world import World
 from stepladder.rank.lifecycle import exit_now
 
@@ -46,11 +46,10 @@ def end_script_after(folder: Path, world_size: int, last_step: int) -> NoReturn:
 
     A rank that is still in its last collective would fail if another rank ended before.
     """
-    deadline = time.monotonic() + RANKS_TIMEOUT_S
-    while read_step_counts(folder, world_size) != [last_step] * world_size:
-        if time.monotonic() > deadline:
-            break
-        time.sleep(0.01)
+    last_steps = [last_step] * world_size
+    wait_until(
+        lambda: read_step_counts(folder, world_size) == last_steps, RANKS_TIMEOUT_S, poll_s=0.01
+    )
     for child in multiprocessing.active_children():  # workers of a DataLoader
         child.kill()
     exit_now(0)

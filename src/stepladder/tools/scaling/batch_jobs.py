@@ -19,6 +19,7 @@ from pathlib import Path
 from stepladder.core.console import echo
 from stepladder.core.errors import InputError, as_input_error
 from stepladder.core.numbers import format_count
+from stepladder.core.waiting import retry, wait_until
 from stepladder.launcher.batch.cluster import Cluster, open_cluster
 from stepladder.launcher.batch.jobs import CLUSTER_POLL_INTERVAL_S, find_job, submit
 from stepladder.slurm.batch_job import BatchJob
@@ -27,6 +28,7 @@ from stepladder.tools.scaling.measure import Round, TimedJob, TimedScript, list_
 
 START_TIME_FILE = "began"  # the time at which a job's script has started
 CANCEL_TIMEOUT_S = 90.0
+READ_ERRORS = (InputError, OSError, ValueError)  # of a result that is not there yet
 FILE_VISIBILITY_TIMEOUT_S = 30.0  # until a network file system shows another node's files
 CANCEL_POLL_INTERVAL_S = 0.5
 ALL_FIELDS = frozenset(field.name for field in fields(BatchJob))
@@ -129,17 +131,15 @@ def wait_for_round(
         status = find_job(cluster, submitted.job_id)
     job_dir = Path(submitted.job.job_dir)
     nproc = submitted.num_nodes * int(submitted.job.nproc)
-    deadline = time.monotonic()
-    if status.state in ("COMPLETED", ""):
-        deadline += FILE_VISIBILITY_TIMEOUT_S
-    while True:
-        try:
-            start_time = float((job_dir / START_TIME_FILE).read_bytes())
-            return subject.read(nproc, job_dir, start_time)
-        except (InputError, OSError, ValueError) as error:
-            if time.monotonic() > deadline:
-                raise make_job_error(submitted, status.state, error) from error
-        time.sleep(1)
+    timeout_s = FILE_VISIBILITY_TIMEOUT_S if status.state in ("COMPLETED", "") else 0.0
+
+    def read() -> Round:
+        return subject.read(nproc, job_dir, float((job_dir / START_TIME_FILE).read_bytes()))
+
+    try:
+        return retry(read, READ_ERRORS, timeout_s, 1.0)
+    except READ_ERRORS as error:
+        raise make_job_error(submitted, status.state, error) from error
 
 
 def make_job_error(submitted: SubmittedRound, state: str, error: Exception) -> InputError:
@@ -172,11 +172,11 @@ def cancel_jobs(cluster: Cluster, name: str, job_ids: list[str]) -> None:
     if job_ids and not running:
         return
     cluster.cancel([], name)
-    deadline = time.monotonic() + CANCEL_TIMEOUT_S
-    while any(not find_job(cluster, job_id).is_over for job_id in running):
-        if time.monotonic() >= deadline:
-            break
-        time.sleep(CANCEL_POLL_INTERVAL_S)
+    wait_until(
+        lambda: all(find_job(cluster, job_id).is_over for job_id in running),
+        CANCEL_TIMEOUT_S,
+        poll_s=CANCEL_POLL_INTERVAL_S,
+    )
 
 
 @contextmanager
