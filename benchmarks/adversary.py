@@ -27,8 +27,7 @@ from typing import Any, NamedTuple
 from report import Report, table
 
 from stepladder.core.errors import to_one_line
-from stepladder.rank.open_file import OpenFile
-from stepladder.rank.shared_segment import make_segment, map_segment
+from stepladder.rank.shared_segment import EXCHANGE_VARIABLE, MEMORY_EXCHANGE
 
 TITLE = "Ordinary jobs with --sync exact: one hash in five ways, or refused by name"
 FINDINGS = """## Found broken and repaired
@@ -89,7 +88,6 @@ class Task(NamedTuple):
     part: Part
     run_dir: Path
     store: str
-    segment: str  # a path of the shared memory; "" without
 
 
 def serve(pipe: Any, rank: int, world_size: int) -> None:
@@ -116,7 +114,7 @@ def train(task: Task, rank: int, world_size: int) -> Outcome:
     from stepladder.core.errors import PeerLost
     from stepladder.train.process_group import process_group
 
-    map_segment(OpenFile(os.open(task.segment, os.O_RDWR)) if task.segment else None)
+    os.environ[EXCHANGE_VARIABLE] = MEMORY_EXCHANGE
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
@@ -193,16 +191,12 @@ class Ranks:
         """Train one part of a way, and return what its ranks say."""
         if not self.processes:
             self.start()
-        segment = make_segment(self.world_size)
-        path = f"/proc/{os.getpid()}/fd/{segment.number}" if segment is not None else ""
         with tempfile.TemporaryDirectory(prefix="adversary-", ignore_cleanup_errors=True) as folder:
             store = f"file://{folder}/store" if self.world_size > 1 else ""
-            message = pickle.dumps(Task(name, part, run_dir, store, path))
+            message = pickle.dumps(Task(name, part, run_dir, store))
             for pipe in self.pipes:
                 pipe.send_bytes(message)
             outcome = self.collect()
-        if segment is not None:
-            segment.close()
         if not outcome.hash:
             self.stop()
         return outcome

@@ -6,6 +6,7 @@ They exchange through shared memory, as a launcher's do, or through gloo where t
 from __future__ import annotations
 
 import multiprocessing
+import os
 import pickle
 import tempfile
 import traceback
@@ -15,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from processes import SECONDS
-from stepladder.rank.open_file import OpenFile
-from stepladder.rank.shared_segment import make_segment, map_segment
+from stepladder.rank.shared_segment import EXCHANGE_VARIABLE, GLOO_EXCHANGE, MEMORY_EXCHANGE
 
 # Forked from a process that never ran torch: a fork after a parallel operation hangs in the child.
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -40,7 +40,6 @@ def run_ranks(
         store = Path(folder) / "store"
         pipes = []
         processes = []
-        segment = None if by_gloo else make_segment(world_size)
         for rank in range(world_size):
             ours, theirs = CONTEXT.Pipe(duplex=False)
             world = (
@@ -51,7 +50,7 @@ def run_ranks(
                 f"file://{store}" if world_size > 1 else "",
                 "test",
             )
-            process = CONTEXT.Process(target=_rank, args=(theirs, segment, world, function, args))
+            process = CONTEXT.Process(target=_rank, args=(theirs, by_gloo, world, function, args))
             process.start()
             theirs.close()
             pipes.append(ours)
@@ -59,8 +58,6 @@ def run_ranks(
         try:
             return _collect(pipes, timeout)
         finally:
-            if segment is not None:
-                segment.close()
             for process, pipe in zip(processes, pipes, strict=True):
                 if process.is_alive():
                     process.join(5)
@@ -91,11 +88,7 @@ def _collect(pipes: list[Any], timeout: float) -> list[Any]:
 
 
 def _rank(
-    pipe: Any,
-    segment: OpenFile | None,
-    starter: Any,
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
+    pipe: Any, by_gloo: bool, starter: Any, function: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
     import torch
 
@@ -103,7 +96,7 @@ def _rank(
     from stepladder.train.process_group import process_group
 
     torch.set_num_threads(1)
-    map_segment(segment)
+    os.environ[EXCHANGE_VARIABLE] = GLOO_EXCHANGE if by_gloo else MEMORY_EXCHANGE
     try:
         with process_group(World(*starter), torch.device("cpu"), timeout_seconds=SECONDS) as comm:
             answer = (False, function(comm, *args))

@@ -327,3 +327,15 @@ def test_a_module_beside_the_tests_is_called_like_no_benchmark() -> None:
     folders = [Path(__file__).parent, Path(__file__).parents[1] / "benchmarks"]
     tests, benchmarks = ({file.name for file in folder.glob("*.py")} for folder in folders)
     assert tests & benchmarks == set()
+
+
+def test_private_names_are_imported_by_no_other_module() -> None:
+    imported = [
+        f"{name} imports {alias.name} of {node.module}"
+        for name, tree in modules().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("stepladder")
+        for alias in node.names
+        if alias.name.startswith("_")
+    ]
+    assert imported == []

@@ -35,7 +35,7 @@ def message_queues(pids: list[int]) -> Iterator[list[MessageQueue]]:
     assert segment is not None
     mapping = mmap.mmap(segment.number, 0)
     segment.close()
-    memories = [SharedMemory(mapping, rank, pids, 1, SECONDS) for rank in range(len(pids))]
+    memories = [SharedMemory(mapping, rank, pids, SECONDS) for rank in range(len(pids))]
     boxes = [MessageQueue(memory) for memory in memories]
     yield boxes
     for box, memory in zip(boxes, memories, strict=True):

@@ -59,7 +59,7 @@ def memory_of_two() -> SharedMemory:
     """The first rank's. The second one never comes."""
     segment = make_segment(2)
     assert segment is not None
-    memory = SharedMemory(mmap.mmap(segment.number, 0), 0, [os.getpid()] * 2, 1, SECONDS)
+    memory = SharedMemory(mmap.mmap(segment.number, 0), 0, [os.getpid()] * 2, SECONDS)
     segment.close()
     return memory
 

@@ -24,15 +24,15 @@ import torch
 from processes import wait_until
 from ranks import run_ranks
 from stepladder.core.world import World
-from stepladder.exchange.shared_memory import SharedMemory, read_last_exchange
+from stepladder.exchange.shared_memory import SharedMemory
 from stepladder.exchange.wait import SLOT_WORDS
 from stepladder.exchange.work import Work
 from stepladder.rank.shared_segment import (
+    EXCHANGE_VARIABLE,
     HALF_BYTES,
     MAX_SLOTS,
-    get_mapped_segment,
+    MEMORY_EXCHANGE,
     make_segment,
-    map_segment,
 )
 from stepladder.train.comm import Comm
 from stepladder.train.sync import make_sync
@@ -61,7 +61,7 @@ def scattered(comm: Comm, complete: torch.Tensor) -> torch.Tensor:
 
 def all_collectives(comm: Comm) -> list[Any]:
     """What every collective leaves, over types and sizes; several are under way at once."""
-    assert (comm.shared_memory is not None) == (get_mapped_segment() is not None)
+    assert (comm.shared_memory is not None) == (os.environ[EXCHANGE_VARIABLE] == MEMORY_EXCHANGE)
     size = comm.world.world_size
     rank = comm.world.rank
     results: list[Any] = []
@@ -158,7 +158,7 @@ def memories(pids: list[int], timeout_seconds: float = 60.0) -> Iterator[list[Sh
     mapping = mmap.mmap(segment.number, 0)
     segment.close()
     ranks = range(len(pids))
-    group = [SharedMemory(mapping, rank, pids, 1, timeout_seconds) for rank in ranks]
+    group = [SharedMemory(mapping, rank, pids, timeout_seconds) for rank in ranks]
     yield group
     for memory in group:
         memory.leave_group()
@@ -209,7 +209,7 @@ def test_what_a_rank_brought_before_it_ended_is_taken() -> None:
         brought = second.all_reduce(torch.ones(3))
         with ThreadPoolExecutor(1) as pool:
             later = pool.submit(brought.wait)
-            wait_until(lambda: second.slots[0] > 1 or second.slots[SLOT_WORDS] > 1, str)
+            wait_until(lambda: second.slots[0] or second.slots[SLOT_WORDS], str)
             process.kill()
             process.wait()
             wait_until(lambda: first.waiter.process_watch.ended == {1}, str)
@@ -284,26 +284,5 @@ def test_ranks_that_do_not_fit_end_all_that_wait_for_a_rank_that_never_comes() -
         assert re.match(f"rank {other} passes another size here than rank", message)
 
 
-def test_groups_come_after_one_another_in_one_segment() -> None:
-    with memories([os.getpid()] * 2) as ranks, ThreadPoolExecutor(2) as pool:
-        for group in range(3):
-            tensors = [torch.full((3,), float(group)) for _ in ranks]
-            works = [
-                memory.all_reduce(tensor) for memory, tensor in zip(ranks, tensors, strict=True)
-            ]
-            for done in [pool.submit(work.wait) for work in works]:
-                done.result(60)
-            assert [tensor.tolist() for tensor in tensors] == [[2.0 * group] * 3] * 2
-            for memory in ranks:
-                memory.leave_group()
-            group_id = read_last_exchange(ranks[0].memory) + 1
-            pids = [os.getpid()] * 2
-            ranks[:] = [
-                SharedMemory(ranks[0].memory, rank, pids, group_id, 60) for rank in range(2)
-            ]
-
-
 def test_there_is_none_for_one_rank_or_more_than_read_each_other() -> None:
     assert make_segment(1) is None and make_segment(MAX_SLOTS + 1) is None
-    map_segment(None)
-    assert get_mapped_segment() is None

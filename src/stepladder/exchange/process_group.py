@@ -31,7 +31,6 @@ from stepladder.rank.torch_fixes_groups import record_collective
 from stepladder.rank.torch_fixes_store import make_store_of_one_group
 
 TorchGroup: Any = C10D.ProcessGroup  # whose name there stands for a class of ours later
-FIRST_GROUP_ID = 1
 LARGE_HALF_BYTES = 1 << 22
 # The titles that a profiler shows for messages, after whose failure others can still be sent.
 MESSAGES = {"send": "gloo:send", "recv": "gloo:recv", "recv_anysource": "gloo:recvAnySource"}
@@ -116,8 +115,7 @@ class SharedMemoryGroup(TorchGroup):  # type: ignore[misc]
             self._announce(backend.wrapped_pg, 1)
 
     def _share_memory(self, gloo: ProcessGroupGloo) -> None:
-        store = make_store_of_one_group(self._own_store, self.rank())
-        rendezvous = share_memory(store, self.rank(), self.size())
+        rendezvous = share_memory(gloo, self.rank(), self.size())
         self.obstacle = rendezvous.obstacle
         self._announce(gloo, len(rendezvous.nodes))
         if rendezvous.memory is None:
@@ -128,7 +126,6 @@ class SharedMemoryGroup(TorchGroup):  # type: ignore[misc]
             rendezvous.memory,
             node.index(self.rank()),
             [rendezvous.pids[rank] for rank in node],
-            FIRST_GROUP_ID,
             gloo.options._timeout.total_seconds(),
             [names[rank] for rank in node],
             make_large_halves(LARGE_HALF_BYTES),
@@ -137,6 +134,7 @@ class SharedMemoryGroup(TorchGroup):  # type: ignore[misc]
             self._queue = CollectiveQueue(self._memory)
             self._message_queue = MessageQueue(self._memory)
             return
+        store = make_store_of_one_group(self._own_store, self.rank())
         network = NodeNetwork(store, gloo, self.rank(), rendezvous.nodes)
         explain = partial(network.leave_after_error, self._memory.waiter)
         self._network = network

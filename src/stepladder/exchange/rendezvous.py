@@ -13,23 +13,17 @@ import os
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
+
+import torch
 
 from stepladder.rank.open_file import OpenFile
 from stepladder.rank.shared_segment import MAX_SLOTS, can_share_memory, make_segment
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 PID_NAMESPACE = Path("/proc/self/ns/pid")
-
-
-class KeyStore(Protocol):
-    """The part of torch's store that this module uses."""
-
-    def set(self, key: str, value: str) -> None:
-        """Set the value of a key."""
-
-    def get(self, key: str) -> bytes:
-        """Wait until a key has a value, and return it."""
+NO_FILE = -1
+MAX_VALUE_BYTES = 1024  # of what a rank tells the others at a time
 
 
 @dataclass(frozen=True)
@@ -47,12 +41,12 @@ class Participant:
     obstacle: str = ""
 
     @staticmethod
-    def of_this_process() -> Participant:
+    def of_this_process(obstacle: str) -> Participant:
         """Return what this process tells the others."""
         machine = ""
         with suppress(OSError):
             machine = f"{BOOT_ID.read_text(encoding='utf-8').strip()} {PID_NAMESPACE.readlink()}"
-        return Participant(machine, os.getpid(), _find_obstacle())
+        return Participant(machine, os.getpid(), obstacle or _find_obstacle())
 
 
 @dataclass(frozen=True)
@@ -72,52 +66,55 @@ class Rendezvous:
     pids: tuple[int, ...] = ()
 
 
-def share_memory(store: KeyStore, rank: int, ranks: int) -> Rendezvous:
+def share_memory(gloo: Any, rank: int, ranks: int, obstacle: str = "") -> Rendezvous:
     """Let the ranks of each machine share memory, if all of them can.
 
     This is a collective: all ranks of the group must call it.
 
     Args:
-        store: A store of this group alone.
+        gloo: The gloo group of the ranks.
         rank: This rank.
         ranks: How many ranks the group has.
+        obstacle: Why this rank shall share no memory; "" if it may.
 
     Returns:
         What they have agreed on, which is the same on all ranks but for the mapping.
     """
     if ranks == 1:
         return Rendezvous()
-    participants = _exchange_participants(store, rank, ranks)
+    own = asdict(Participant.of_this_process(obstacle))
+    participants = [Participant(**peer) for peer in _gather(gloo, ranks, own)]
     nodes = find_nodes([participant.machine for participant in participants])
     obstacles = [*(peer.obstacle for peer in participants), _find_obstacle_of_nodes(nodes)]
-    obstacle = next(filter(None, obstacles), "")
-    if obstacle:
-        return Rendezvous(obstacle)
+    if any(obstacles):
+        return Rendezvous(next(filter(None, obstacles)))
     node = next(node for node in nodes if rank in node)
     maker = node[0]
     segment: OpenFile | None = None
     if rank == maker:
         segment = make_segment(len(node))
-        store.set(f"file {rank}", json.dumps(-1 if segment is None else segment.number))
+    files = _gather(gloo, ranks, NO_FILE if segment is None else segment.number)
     memory: mmap.mmap | None = None
     try:
-        memory = _open_memory(participants[maker].pid, _read(store, f"file {maker}"))
+        memory = _open_memory(participants[maker].pid, files[maker])
     except OSError as error:
         obstacle = str(error)
-    store.set(f"obstacle {rank}", json.dumps(obstacle))
-    obstacles = [_read(store, f"obstacle {peer}") for peer in range(ranks)]
+    obstacles = _gather(gloo, ranks, obstacle)
     if segment is not None:
         segment.close()
-    obstacle = next(filter(None, obstacles), "")
-    if obstacle:
-        return Rendezvous(obstacle)
+    if any(obstacles):
+        return Rendezvous(next(filter(None, obstacles)))
     pids = tuple(participant.pid for participant in participants)
     return Rendezvous("", memory, nodes, pids)
 
 
-def _exchange_participants(store: KeyStore, rank: int, ranks: int) -> list[Participant]:
-    store.set(f"rank {rank}", json.dumps(asdict(Participant.of_this_process())))
-    return [Participant(**_read(store, f"rank {peer}")) for peer in range(ranks)]
+def _gather(gloo: Any, ranks: int, value: Any) -> list[Any]:
+    """Return the value of each rank, of those that JSON has."""
+    data = bytearray(json.dumps(value).encode().ljust(MAX_VALUE_BYTES))
+    own = torch.frombuffer(data, dtype=torch.uint8)
+    values = [torch.empty_like(own) for _ in range(ranks)]
+    gloo.allgather([values], [own]).wait()
+    return [json.loads(value.numpy().tobytes()) for value in values]
 
 
 def find_nodes(machines: list[str]) -> tuple[tuple[int, ...], ...]:
@@ -155,7 +152,7 @@ def _open_memory(maker: int, file: int) -> mmap.mmap:
     Raises:
         OSError: It cannot be mapped, with the reason in a few words.
     """
-    if file == -1:
+    if file == NO_FILE:
         raise OSError("this machine makes no memory file so large")
     try:
         number = os.open(f"/proc/{maker}/fd/{file}", os.O_RDWR | os.O_CLOEXEC)
@@ -165,7 +162,3 @@ def _open_memory(maker: int, file: int) -> mmap.mmap:
         return mmap.mmap(number, 0)
     finally:
         os.close(number)
-
-
-def _read(store: KeyStore, key: str) -> Any:
-    return json.loads(store.get(key))

@@ -37,7 +37,6 @@ class ExchangeRunner:
         memory: mmap.mmap,
         rank: int,
         pids: Sequence[int],
-        group_id: int,
         timeout_seconds: float,
         names: Sequence[int] = (),
         large_halves: Halves = SMALL_HALVES,
@@ -45,11 +44,9 @@ class ExchangeRunner:
         """Join a group.
 
         Args:
-            memory: The memory that the ranks share; groups use it in turn.
+            memory: The memory that the ranks of this group share.
             rank: This rank.
             pids: The process id of each rank.
-            group_id: The exchange number from which the group counts on. It must be larger than
-                `read_last_exchange` of every rank.
             timeout_seconds: How long an exchange waits for a peer.
             names: The number by which messages name each rank; without it, that of this group.
             large_halves: The halves for messages that do not fit into one exchange.
@@ -64,12 +61,12 @@ class ExchangeRunner:
         self.slots = memoryview(memory).cast("q")
         memory_bytes = torch.frombuffer(memory, dtype=torch.uint8)
         address = memory_bytes.data_ptr()
-        self.waiter = PeerWaiter(self.slots, address, rank, pids, group_id, timeout_seconds, names)
+        self.waiter = PeerWaiter(self.slots, address, rank, pids, timeout_seconds, names)
         self.names = self.waiter.names
         self.peers = self.waiter.peers
         self.sleeping_words = self.waiter.sleeping_words
         self.fence = threading.Lock()  # acquiring it is a memory fence, see shared_memory.py
-        self.exchange_count = group_id
+        self.exchange_count = 0
         self.queue: list[Work] = []
         self.batch: list[Work] = []  # the collectives that run now, in the exchanges of `remaining`
         self.remaining: deque[Exchange] = deque()

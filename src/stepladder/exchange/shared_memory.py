@@ -10,12 +10,11 @@ What orders what. A rank writes data, then its exchange number; a peer reads the
 data. x86-64 keeps stores in order, and loads (and memcpy fences its streaming stores), so no more
 is needed. Other processors do not get here, see rank/shared_segment.py. A slot has two halves that
 are used in turn: a rank that has reached exchange n + 1 has read all of exchange n, so a rank that
-sees n + 1 from every peer may overwrite the half of n. A rank's number never falls, also from one
-group to the next. A rank sleeps on a futex word, which changes after the number: futex(2) compares
-the word under the kernel's own lock, so a change between the last look at the number and the sleep
-is not missed. Only a rank that has marked itself as sleeping is woken. To read that mark after
-writing the futex word takes a fence, which x86-64 has in each lock; if a fence were missing, a
-sleep would still end by itself after MAX_SLEEP_S.
+sees n + 1 from every peer may overwrite the half of n. A rank sleeps on a futex word, which changes
+after the number: futex(2) compares the word under the kernel's own lock, so a change between the
+last look at the number and the sleep is not missed. Only a rank that has marked itself as sleeping
+is woken. To read that mark after writing the futex word takes a fence, which x86-64 has in each
+lock; if a fence were missing, a sleep would still end by itself after MAX_SLEEP_S.
 
 A rank that waits spins for at most MAX_SPIN_S, if every rank can have a core of its own, and then
 sleeps. While it spins it gives way to others that want its core, and after a spin in vain the next
@@ -25,7 +24,6 @@ the ranks that wait for it.
 
 from __future__ import annotations
 
-import mmap
 import zlib
 from collections.abc import Sequence
 from typing import Any
@@ -35,7 +33,6 @@ import torch
 from stepladder.exchange.plan import round_up_to_cache_line
 from stepladder.exchange.reduction import SUM, Reduction
 from stepladder.exchange.runner import ExchangeRunner
-from stepladder.exchange.wait import EXCHANGE_WORD, SLOT_WORDS
 from stepladder.exchange.work import (
     NO_TENSOR,
     CombineFunction,
@@ -50,12 +47,6 @@ from stepladder.exchange.work import (
     copy_all,
 )
 from stepladder.rank.shared_segment import ARENA_BYTES, ARENA_OFFSET, HALF_BYTES
-
-
-def read_last_exchange(memory: mmap.mmap) -> int:
-    """Return the number of the last exchange that any rank has reached, in any group."""
-    slots = memoryview(memory).cast("q")
-    return max(slots[EXCHANGE_WORD::SLOT_WORDS])
 
 
 class SharedMemory(ExchangeRunner):

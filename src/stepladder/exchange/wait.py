@@ -62,7 +62,6 @@ class PeerWaiter:
         address: int,
         rank: int,
         pids: Sequence[int],
-        group_id: int,
         timeout_seconds: float,
         names: Sequence[int] = (),
     ) -> None:
@@ -73,7 +72,6 @@ class PeerWaiter:
             address: The address of the shared memory.
             rank: This rank.
             pids: The process of each rank.
-            group_id: The number of the group.
             timeout_seconds: How long to wait for a peer.
             names: The number by which messages name each rank; without it, that of this group.
 
@@ -83,7 +81,6 @@ class PeerWaiter:
         ranks = range(len(pids))
         self.slots = slots
         self.rank = rank
-        self.group_id = group_id
         self.timeout_seconds = timeout_seconds
         self.names = names or ranks
         self.peers = [peer for peer in ranks if peer != rank]
@@ -112,7 +109,7 @@ class PeerWaiter:
             self.has_left = True
             if lost is not None:
                 self.slots[SLOT_WORDS * self.rank + LOST_WORD] = lost + 1
-            self.slots[SLOT_WORDS * self.rank + LEFT_WORD] = self.group_id
+            self.slots[SLOT_WORDS * self.rank + LEFT_WORD] = 1
             self.wake_all_ranks()
             self.process_watch.stop()
 
@@ -249,8 +246,8 @@ class PeerWaiter:
 
     def has_gone(self, peer: int) -> bool:
         """Return whether a peer has ended or left the group."""
-        has_left = self.slots[SLOT_WORDS * peer + LEFT_WORD] == self.group_id
-        return has_left or peer in self.process_watch.ended
+        has_left = self.slots[SLOT_WORDS * peer + LEFT_WORD]
+        return bool(has_left) or peer in self.process_watch.ended
 
     def record_lost(self, peer: int) -> int:
         """Tell the other ranks whose loss has made a peer leave the group or end.

@@ -24,13 +24,12 @@ from stepladder.core.python_file import parse_source, read_source
 from stepladder.rank.lifecycle import EXIT_CALLBACKS
 from stepladder.rank.progress import count_script_steps
 from stepladder.rank.separate_training import refuse_separate_training
+from stepladder.rank.shared_segment import EXCHANGE_VARIABLE, MEMORY_EXCHANGE
 from stepladder.rank.torch_fixes_groups import make_groups_by, name_groups_in_stacks
 from stepladder.rank.torch_fixes_loader import report_unsent_batches
 from stepladder.rank.torch_fixes_store import keep_stores_of_groups
 
 FIRST_LINE_BYTES = 200
-EXCHANGE_VARIABLE = "STEPLADDER_EXCHANGE"  # how the ranks of a script exchange tensors
-MEMORY_EXCHANGE = "memory"
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,6 @@ from stepladder.rank.fd_store import FdStore, set_fd_store
 from stepladder.rank.membership import get_joining_rank, open_control_channel
 from stepladder.rank.open_file import OpenFile
 from stepladder.rank.progress import RankFiles
-from stepladder.rank.shared_segment import map_segment
 from stepladder.rank.stacks import answer_stack_signal
 from stepladder.rank.streams import redirect_output
 from stepladder.rank.torch_fixes import (
@@ -74,12 +73,10 @@ class SharedResources(NamedTuple):
     Args:
         fd_store: Keeps file descriptors that outlive a rank.
         control: The rank's end of the control channel, if it continues when others are lost.
-        segment: Memory in which the ranks of this machine exchange tensors, if that is possible.
     """
 
     fd_store: FdStore
     control: socket.socket | None
-    segment: OpenFile | None
 
 
 def run_rank(
@@ -106,7 +103,6 @@ def run_rank(
     _become_rank({**env, ERROR_FILE_VARIABLE: str(error_file)})
     set_fd_store(shared.fd_store)
     open_control_channel(shared.control)
-    map_segment(shared.segment)
     redirect_output(outputs)
     # A rank that joins a running group is started with RANK=0; its number is in another variable.
     rank = get_joining_rank() or int(env["RANK"])

@@ -1,4 +1,4 @@
-"""Memory that the ranks of one machine share: their launcher makes it, and each rank maps it.
+"""Memory that the ranks of one machine share: one of them makes it, and each of them maps it.
 
 It has no name by which other processes could open it, and is freed with the last process that has
 it. Each rank has one slot in it, which holds words, two halves, and an arena.
@@ -6,7 +6,6 @@ it. Each rank has one slot in it, which holds words, two halves, and an arena.
 
 from __future__ import annotations
 
-import mmap
 import os
 import platform
 import sys
@@ -14,6 +13,10 @@ from contextlib import suppress
 
 from stepladder.rank.open_file import OpenFile
 
+# Of a rank's environment: how it exchanges tensors with the other ranks of its machine.
+EXCHANGE_VARIABLE = "STEPLADDER_EXCHANGE"
+MEMORY_EXCHANGE = "memory"
+GLOO_EXCHANGE = "gloo"
 MAX_SLOTS = 8  # each rank reads the slots of all others: with more ranks a ring moves less
 WORDS_PER_SLOT = 64  # of 8 bytes; so many that no two ranks write to one line of a cache
 HALF_BYTES = 1 << 19  # of each of a slot's two halves, which are used in turn
@@ -51,22 +54,3 @@ def make_segment(num_ranks: int) -> OpenFile | None:
             return None
         return segment
     return None
-
-
-_mapped_segments: list[mmap.mmap] = []  # this rank's, if a launcher of ours has made one
-
-
-def map_segment(segment: OpenFile | None) -> None:
-    """Map the segment that the launcher has given this rank, and close its file."""
-    _mapped_segments.clear()
-    if segment is None:
-        return
-    with suppress(OSError):  # a sandbox without pidfd, which shared memory needs
-        os.close(os.pidfd_open(os.getpid()))
-        _mapped_segments.append(mmap.mmap(segment.number, 0))
-    segment.close()
-
-
-def get_mapped_segment() -> mmap.mmap | None:
-    """Return this rank's segment, or None if no launcher of ours has made one."""
-    return _mapped_segments[0] if _mapped_segments else None

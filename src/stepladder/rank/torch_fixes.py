@@ -388,6 +388,14 @@ def abort_process_group() -> None:
     dist.distributed_c10d._abort_process_group()
 
 
+def get_host_backend() -> Any:
+    """Return the back end of the default group for tensors in the host's memory."""
+    import torch
+    import torch.distributed as dist
+
+    return dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
+
+
 def get_default_store() -> Any:
     """Return the store through which the ranks of the default process group have met."""
     import torch.distributed as dist

@@ -14,15 +14,14 @@ from stepladder.core.address import make_loopback_env, set_interface_env, wait_f
 from stepladder.core.arguments import validate_arguments
 from stepladder.core.errors import InputError
 from stepladder.core.world import World
-from stepladder.exchange.shared_memory import SharedMemory, read_last_exchange
+from stepladder.exchange.rendezvous import share_memory
+from stepladder.exchange.shared_memory import SharedMemory
 from stepladder.rank.membership import get_control_channel
-from stepladder.rank.shared_segment import get_mapped_segment
-from stepladder.rank.torch_fixes import set_group_timeout
+from stepladder.rank.shared_segment import EXCHANGE_VARIABLE, MEMORY_EXCHANGE
+from stepladder.rank.torch_fixes import get_host_backend, set_group_timeout
 from stepladder.rank.torch_fixes_store import bind_store_to_loopback, keep_stores_of_groups
 from stepladder.train.gpu_setup import GpuSetup
 from stepladder.train.group_teardown import NCCL_ERRORS_RAISE
-
-NO_SEGMENT = -1  # in place of the number of a group, on a rank that shares no memory
 
 
 def init_process_group(
@@ -94,17 +93,12 @@ def join_shared_memory(
     Raises:
         RuntimeError: If a rank was lost meanwhile.
     """
-    segment = get_mapped_segment() if device.type == "cpu" else None
-    # All ranks take part, whatever each of them has: without our launcher, ranks may disagree about
-    # the number of nodes.
-    own_number = NO_SEGMENT if segment is None else read_last_exchange(segment)
-    own_entry = torch.tensor([own_number, os.getpid()])
-    entries = [torch.empty_like(own_entry) for _ in range(world.world_size)]
-    dist.all_gather(entries, own_entry)
-    numbers, pids = torch.stack(entries).T.tolist()
-    if segment is None or NO_SEGMENT in numbers:
+    may_share = device.type == "cpu" and os.environ.get(EXCHANGE_VARIABLE) == MEMORY_EXCHANGE
+    obstacle = "" if may_share else "it computes on a GPU, or its launcher has started only a part"
+    rendezvous = share_memory(get_host_backend(), world.rank, world.world_size, obstacle)
+    if rendezvous.memory is None or len(rendezvous.nodes) > 1:
         return None
-    return SharedMemory(segment, world.rank, pids, max(numbers) + 1, timeout_seconds)
+    return SharedMemory(rendezvous.memory, world.rank, rendezvous.pids, timeout_seconds)
 
 
 def set_collective_timeout(seconds: float) -> None:

@@ -30,7 +30,7 @@ from stepladder.launcher.local.restart_policy import RestartPolicy
 from stepladder.rank.error_record import ErrorKind, RankError
 from stepladder.rank.membership import JOIN_VARIABLE
 from stepladder.rank.open_file import MemoryFile
-from stepladder.rank.shared_segment import make_segment
+from stepladder.rank.shared_segment import EXCHANGE_VARIABLE, GLOO_EXCHANGE, MEMORY_EXCHANGE
 
 CONSENSUS_INTERVAL_S = 0.02  # while the votes of other nodes are missing
 FIRST_FAILURE_GRACE_S = 0.5  # the rank that is the cause may end a moment after the others
@@ -136,9 +136,6 @@ class GroupAttempt:
             self._start_replacement, self._request_regroup, context.release_locks
         )
         self._recovery = InPlaceRecovery(context.policy, actions, spec.consensus, spec.min_ranks)
-        is_only_node = spec.world_size == len(spec.ranks) and not spec.joins
-        # The memory that all ranks share; None if they share none.
-        self._segment = make_segment(spec.world_size) if is_only_node else None
 
     def start(self) -> None:
         """Start all ranks."""
@@ -163,16 +160,23 @@ class GroupAttempt:
             variables["RANK"] = str(rank)
         env = self._context.spec.make_environment(variables)
         env |= self._observed.make_variables(rank, local_rank)
+        if not self._is_script:
+            env[EXCHANGE_VARIABLE] = self._exchange
         log_name = f"attempt-{self._spec.name}.rank-{rank}"
         with self._recovery.open_channel(rank) as channel:
-            member = starter.start(
-                rank, local_rank, log_name, env, self._errors.path, channel, self._segment
-            )
+            member = starter.start(rank, local_rank, log_name, env, self._errors.path, channel)
         # Before anything else, so that a signal that comes now is forwarded to this rank too.
         self.running[member.process.sentinel] = member
         if self._is_script:
             starter.guard_session(member)
         return member
+
+    @property
+    def _exchange(self) -> str:
+        """How ranks of a job exchange tensors: this node must have all of them to share memory."""
+        spec = self._spec
+        is_only_node = spec.world_size == len(spec.ranks) and not spec.joins
+        return MEMORY_EXCHANGE if is_only_node else GLOO_EXCHANGE
 
     def _start_replacement(self, member: RankProcess, rank: int) -> RankProcess:
         """Start a process in place of a lost rank. The other ranks send it their state."""
@@ -374,9 +378,6 @@ class GroupAttempt:
         for member in self._members:
             member.process.join()
         self.running.clear()
-        if self._segment is not None:
-            self._segment.close()
-            self._segment = None
         self._recovery.close()
         self._output.end_attempt()
 

@@ -23,7 +23,6 @@ from stepladder.launcher.local.rank_process import RankProcess
 from stepladder.launcher.local.session_guard import SessionGuard
 from stepladder.rank.fd_store import FdStore
 from stepladder.rank.lifecycle import SharedResources, run_rank
-from stepladder.rank.open_file import OpenFile
 
 MAX_START_ATTEMPTS = 5
 
@@ -59,7 +58,6 @@ class RankStarter:
         env: dict[str, str],
         errors: Path,
         channel: socket.socket,
-        segment: OpenFile | None,
     ) -> RankProcess:
         """Start the process of one rank.
 
@@ -70,13 +68,12 @@ class RankStarter:
             env: The environment variables of the rank.
             errors: The file in which the rank records an error.
             channel: The rank's end of its channel to the launcher.
-            segment: The memory that all ranks share; None if they share none.
 
         Returns:
             The rank, with its running process.
         """
         rank_channel = channel if self._spec.recovers_in_place else None
-        shared = SharedResources(self._fd_store, rank_channel, segment)
+        shared = SharedResources(self._fd_store, rank_channel)
         with self._spec.output.open_pipes(log_name, rank, local_rank) as pipes:
             process = self._context.Process(
                 target=run_rank, args=(self._work, env, errors, pipes, shared, self._spec.is_script)
