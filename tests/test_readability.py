@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import re
+from collections import Counter
 from functools import cache
 from pathlib import Path
 
@@ -14,6 +17,7 @@ pytestmark = pytest.mark.every_case
 
 SOURCE = Path(stepladder.__file__).parent
 REPOSITORY = Path(__file__).parents[1]
+WORD = re.compile(r"\w+")
 
 # No formatting changes these. click has 9.5 and 6.8 (15), pytest 9.2 and 6.8 (16), httpx 11.4 and 5.4 (14).
 TOKENS_A_STATEMENT = 9.5
@@ -210,3 +214,47 @@ def test_the_gauges_see_what_they_count() -> None:
 def test_an_f_string_is_one_token() -> None:
     """On each version of Python: the limits must not depend on its tokenizer."""
     assert measure(Path("f.py"), 'x = f"{a + b:{width}} and {c!r}"\n').tokens == 3
+
+
+# Found by their files and decorators.
+WITH_RULES = ("src/stepladder/tools/check/", "src/stepladder/tools/parity/")
+# What makes a function of another one, and registers it nowhere.
+PLAIN_DECORATORS = {"cache", "contextmanager", "dataclass", "lru_cache", "validate_arguments"}
+
+
+def public_definitions(path: Path) -> set[str]:
+    """The public functions and classes of a module, but for those that a decorator registers."""
+    definitions = (
+        node
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_")
+    )
+    return {
+        node.name
+        for node in definitions
+        if all(PLAIN_DECORATORS & set(WORD.findall(ast.unparse(d))) for d in node.decorator_list)
+    }
+
+
+@pytest.mark.slow
+def test_what_its_own_module_alone_uses_has_a_private_name() -> None:
+    """A public name stands in another file as well, be it a test or a page."""
+    paths = [
+        path
+        for folder in ("src", "tests", "benchmarks", "lessons", "docs")
+        for path in (REPOSITORY / folder).rglob("*")
+        if path.suffix in (".py", ".md", ".toml") and path.name != "log.md"
+    ]
+    words = {
+        path.relative_to(REPOSITORY).as_posix(): set(WORD.findall(path.read_text()))
+        for path in paths
+    }
+    files = Counter(word for found in words.values() for word in found)
+    lonely = {
+        f"{name}: {definition}"
+        for name in words
+        if name.startswith("src/") and name.endswith(".py") and not name.startswith(WITH_RULES)
+        for definition in public_definitions(REPOSITORY / name)
+        if files[definition] == 1
+    }
+    assert lonely == set()
