@@ -279,6 +279,7 @@ CHANGES = (
     "a kind of job that `--sync exact` must hold or refuse",
     "a cause of `parity`",
     "a rule of `doctor` or of `submit --lint`",
+    "a collective that memory carries",
     "a sharding variant",
     "a data source",
     "a cluster",

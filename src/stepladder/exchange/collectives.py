@@ -84,7 +84,7 @@ class Call(NamedTuple):
         return self.network
 
 
-class Collective(NamedTuple):
+class MemoryCollective(NamedTuple):
     """A collective that memory carries.
 
     Args:
@@ -107,7 +107,7 @@ class Collective(NamedTuple):
         return len(inspect.signature(self.run).parameters) - 1
 
 
-COLLECTIVES: dict[str, Collective] = {}
+COLLECTIVES: dict[str, MemoryCollective] = {}
 
 
 def carried_by_memory(
@@ -123,7 +123,7 @@ def carried_by_memory(
     """
 
     def enter(run: Callable[..., Stages]) -> Callable[..., Stages]:
-        collective = Collective(run, title, methods[0], options, crosses_nodes)
+        collective = MemoryCollective(run, title, methods[0], options, crosses_nodes)
         COLLECTIVES.update(dict.fromkeys(methods, collective))
         return run
 

@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroupGloo, Store  # type: ignore[attr-defin
 
 from stepladder.core.console import print_message
 from stepladder.exchange.carried_work import CarriedMessage, CarriedWork, explaining_errors
-from stepladder.exchange.collectives import C10D, COLLECTIVES, Call, Collective, find_tensors
+from stepladder.exchange.collectives import C10D, COLLECTIVES, Call, MemoryCollective, find_tensors
 from stepladder.exchange.group_work import CollectiveQueue, GroupWork
 from stepladder.exchange.message_queue import MessageQueue
 from stepladder.exchange.network import NodeNetwork, await_loss
@@ -176,7 +176,7 @@ class SharedMemoryGroup(TorchGroup):  # type: ignore[misc]
 
     # -- collectives -------------------------------------------------------------------------------
 
-    def _start(self, collective: Collective, arguments: Sequence[Any], opts: Any) -> Any:
+    def _start(self, collective: MemoryCollective, arguments: Sequence[Any], opts: Any) -> Any:
         """Start a collective in shared memory, or let gloo start it, and return its work."""
         memory = self._memory
         queue = self._queue
@@ -292,7 +292,7 @@ class SharedMemoryGroup(TorchGroup):  # type: ignore[misc]
         return make_loss_error(lost_rank)
 
 
-def _make_method(collective: Collective) -> Callable[..., Any]:
+def _make_method(collective: MemoryCollective) -> Callable[..., Any]:
     """Return the method of a group that starts a collective, as torch calls it."""
     count = collective.argument_count
 

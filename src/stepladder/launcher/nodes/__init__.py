@@ -4,7 +4,7 @@ The agent polls (agent), a pure function decides (policy), and the agents exchan
 through the store of their rendezvous (peers, signed_board). When ranks are lost during training,
 the agents agree which ranks continue in place (store_consensus).
 
-A loss is noticed in five ways, which the architecture page lists with their reasons. The fastest is
+A loss is noticed in five ways, which the package above lists with their reasons. The fastest is
 a connection between agents, which the kernel closes at once (liveness). torchelastic drops a node
 that does not reach the next rendezvous within 3 s (launch.RENDEZVOUS_LIMITS). A node whose
 heartbeat stops counts as lost after 6 s if the others can continue in place, else after 15 s
