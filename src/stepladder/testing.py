@@ -40,18 +40,18 @@ def check_source(source: Source) -> None:
     except InputError as error:
         raise AssertionError(str(error)) from error
     assert len(source) > 0, "it has no samples"
-    indices = choose_samples(len(source), chunks.edges if chunks else None)
+    indices = _choose_samples(len(source), chunks.edges if chunks else None)
     batch = read(source, indices)
     first_values = [column.copy() for column in batch]
     for position, index in enumerate(indices.tolist()):
         row = slice(position, position + 1)
-        expect_rows(read(source, indices[row]), first_values, row, f"sample {index}")
+        _expect_rows(read(source, indices[row]), first_values, row, f"sample {index}")
     for name, rows in READ_AGAIN.items():
-        expect_rows(read(source, indices[rows]), first_values, rows, f"the batch read {name}")
-    expect_rows(batch, first_values, slice(None), "a batch, after others were read,")
+        _expect_rows(read(source, indices[rows]), first_values, rows, f"the batch read {name}")
+    _expect_rows(batch, first_values, slice(None), "a batch, after others were read,")
 
 
-def choose_samples(num_samples: int, edges: IndexArray | None) -> IndexArray:
+def _choose_samples(num_samples: int, edges: IndexArray | None) -> IndexArray:
     """Return samples from the whole range in random order, and those at the first chunk edges."""
     generator = np.random.default_rng(0)
     chosen = generator.choice(num_samples, min(num_samples, MAX_SAMPLES // 2), replace=False)
@@ -67,7 +67,7 @@ def read(source: Source, indices: IndexArray) -> list[np.ndarray]:
     requested = indices.copy()
     batch = source.read(indices)
     assert np.array_equal(indices, requested), "read(indices) changes the indices that it is given"
-    columns = [to_array(column) for column in list_columns(batch)]
+    columns = [_to_array(column) for column in _list_columns(batch)]
     lengths = [len(column) for column in columns]
     assert set(lengths) == {len(indices)}, (
         f"a batch of {len(indices)} samples has columns of {lengths} rows"
@@ -75,7 +75,7 @@ def read(source: Source, indices: IndexArray) -> list[np.ndarray]:
     return columns
 
 
-def list_columns(batch: Any) -> list[Any]:
+def _list_columns(batch: Any) -> list[Any]:
     if isinstance(batch, dict):
         return list(batch.values())
     if isinstance(batch, (tuple, list)) and not isinstance(batch, Ragged):
@@ -83,7 +83,7 @@ def list_columns(batch: Any) -> list[Any]:
     return [batch]
 
 
-def to_array(column: Any) -> np.ndarray:
+def _to_array(column: Any) -> np.ndarray:
     """Return a column as an array that shares its memory; of lists each row is an array."""
     if isinstance(column, Ragged):
         offsets = column.offsets.tolist()
@@ -100,7 +100,9 @@ def to_array(column: Any) -> np.ndarray:
     return array
 
 
-def expect_rows(columns: list[np.ndarray], batch: list[np.ndarray], rows: slice, name: str) -> None:
+def _expect_rows(
+    columns: list[np.ndarray], batch: list[np.ndarray], rows: slice, name: str
+) -> None:
     """Compare columns with rows of the batch that was read first."""
     assert len(columns) == len(batch), (
         f"{name} has {len(columns)} columns, others have {len(batch)}"

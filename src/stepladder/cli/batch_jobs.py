@@ -37,7 +37,7 @@ LINT_RECORD_KEYS = {
 ExitCode = Annotated[int, WholeNumber(largest=255)]
 
 
-class SubmitFlags:
+class _SubmitFlags:
     """Flags of `submit` that describe the job, by the names of BatchJob's fields.
 
     Args:
@@ -82,7 +82,7 @@ class SubmitFlags:
 
 @make_command(
     click.Command,
-    *make_field_options(SubmitFlags),
+    *make_field_options(_SubmitFlags),
     context_settings={"allow_interspersed_args": False},
 )
 def submit(
@@ -113,15 +113,15 @@ def submit(
         lint (FILE): Check this batch script for mistakes and submit nothing.
     """
     if lint is not None:
-        return show_findings(lint, as_json)
+        return _show_findings(lint, as_json)
     command = parse_submitted_command(words)
     if writes and not rehearse:
         raise InputError(
             "--writes without --rehearse: only a rehearsal keeps files as they are", "--rehearse"
         )
-    job = make_job(command, nodes, flags)
-    rehearsal = make_rehearsal(command, job, writes) if rehearse else None
-    validate_output(Path(job.output))
+    job = _make_job(command, nodes, flags)
+    rehearsal = _make_rehearsal(command, job, writes) if rehearse else None
+    _validate_output(Path(job.output))
     cluster = open_cluster(job.cluster)
     if dry_run:
         echo(cluster.render(job), end="")
@@ -131,13 +131,13 @@ def submit(
     jobs.validate_joinable(cluster, job)
     if rehearsal and not rehearsal.passes_check(as_json):
         return 1
-    for line in [*advice, *find_shared_run_dir(cluster, command, job)]:
+    for line in [*advice, *_find_shared_run_dir(cluster, command, job)]:
         echo(line, err=True)
-    show_submitted(jobs.submit(cluster, job), job.name, as_json)
+    _show_submitted(jobs.submit(cluster, job), job.name, as_json)
     return 0
 
 
-def show_submitted(number: str, name: str, as_json: bool) -> None:
+def _show_submitted(number: str, name: str, as_json: bool) -> None:
     """Print the number of a job that was submitted."""
     if as_json:
         job_id = int(number) if number.isdigit() else number
@@ -146,7 +146,9 @@ def show_submitted(number: str, name: str, as_json: bool) -> None:
         echo(f"job {number}: {name}; its output: stepladder logs -f {number}")
 
 
-def make_rehearsal(command: SubmittedCommand, job: BatchJob, writes: tuple[Path, ...]) -> Rehearsal:
+def _make_rehearsal(
+    command: SubmittedCommand, job: BatchJob, writes: tuple[Path, ...]
+) -> Rehearsal:
     """Return the rehearsal of the job's script on this machine."""
     has_ranks = job.nodes[1] > 1 or job.nproc != "1"
     return Rehearsal.from_command(
@@ -154,7 +156,7 @@ def make_rehearsal(command: SubmittedCommand, job: BatchJob, writes: tuple[Path,
     )
 
 
-def make_job(command: SubmittedCommand, nodes: str, flags: dict[str, Any]) -> BatchJob:
+def _make_job(command: SubmittedCommand, nodes: str, flags: dict[str, Any]) -> BatchJob:
     """Return the batch job that runs the command."""
     return make_batch_job(
         flags,
@@ -168,7 +170,7 @@ def make_job(command: SubmittedCommand, nodes: str, flags: dict[str, Any]) -> Ba
     )
 
 
-def validate_output(output: Path) -> None:
+def _validate_output(output: Path) -> None:
     """Raise InputError where the log cannot be written: Slurm would end the job without a message.
 
     A folder with Slurm's patterns is not checked.
@@ -177,7 +179,7 @@ def validate_output(output: Path) -> None:
         validate_writable(output, "--output")
 
 
-def find_shared_run_dir(cluster: Cluster, command: SubmittedCommand, job: BatchJob) -> list[str]:
+def _find_shared_run_dir(cluster: Cluster, command: SubmittedCommand, job: BatchJob) -> list[str]:
     """Return a warning if other jobs train in the same run directory."""
     if command.kind != "train" or job.join:
         return []
@@ -188,7 +190,7 @@ def find_shared_run_dir(cluster: Cluster, command: SubmittedCommand, job: BatchJ
     return [f"warning: {run_dir} is also the run directory of job {sharing}: they take turns"]
 
 
-def show_findings(path: Path, as_json: bool) -> int:
+def _show_findings(path: Path, as_json: bool) -> int:
     """Print the mistakes in a batch script, and return exit code 1 if there are any."""
     from stepladder.tools.findings.render import as_record
     from stepladder.tools.lint.lint import lint_script
@@ -211,7 +213,7 @@ def status(job: str | None = None, *, as_json: AsJson = False) -> None:
     The history says where and why the job stopped or was requeued.
     """
     if job is None:
-        show_own_jobs(as_json)
+        _show_own_jobs(as_json)
         return
     known = jobs.find_job(open_cluster(), job)
     history = known.as_json() | requeue.describe_history(known)
@@ -220,15 +222,15 @@ def status(job: str | None = None, *, as_json: AsJson = False) -> None:
         return
     echo(known.describe())
     for end in history["ends"]:
-        echo(format_end(end))
+        echo(_format_end(end))
     if history["step"] is not None:
         echo(f"  newest snapshot: step {history['step']}, in {known.job_dir}")
     if known.output:
         echo(f"  output: {known.output}")
-    explain_failure(known)
+    _explain_failure(known)
 
 
-def show_own_jobs(as_json: bool) -> None:
+def _show_own_jobs(as_json: bool) -> None:
     """Print the user's jobs that wait or run."""
     active_jobs = jobs.list_user_jobs(open_cluster())
     if as_json:
@@ -240,7 +242,7 @@ def show_own_jobs(as_json: bool) -> None:
         echo("no job waits or runs. HINT: stepladder submit -- train mnist")
 
 
-def format_end(end: dict[str, Any]) -> str:
+def _format_end(end: dict[str, Any]) -> str:
     """Return a line about the end of one start of a job."""
     line = f"  start {end['restart'] + 1} ended"
     if end["time"]:
@@ -253,7 +255,7 @@ def format_end(end: dict[str, Any]) -> str:
     return line
 
 
-def explain_failure(job: JobInfo, err: bool = False) -> None:
+def _explain_failure(job: JobInfo, err: bool = False) -> None:
     """Print what `explain` says of the output of a failed job that could not record its end."""
     from stepladder.tools.explain.explain import explain
 
@@ -289,7 +291,7 @@ def logs(job: str, *, follow: Annotated[bool, "-f", "--follow"] = False) -> None
         raise InputError(
             f"{known.describe()}; its output {known.output} is not there", "another --output"
         )
-    explain_failure(known, err=True)
+    _explain_failure(known, err=True)
 
 
 @make_command()

@@ -45,7 +45,7 @@ def get(
 
     dataset = find_dataset(name)
     target = data_dir or Path("data") / name
-    with on_stderr() as feedback:
+    with _on_stderr() as feedback:
         paths = download.fetch_dataset(dataset, target, source, feedback)
     size = sum(file.bytes for file in dataset.files)
     echo(f"{name}: {len(paths)} files, {size:,} bytes, checked, in {target}")
@@ -76,11 +76,11 @@ def info(path_or_name: PathName, *, check: bool = False, as_json: AsJson = False
     if "://" in path_or_name:
         facts = describe_source(path_or_name)
     else:
-        facts = describe_data(locate(path_or_name), check)
+        facts = describe_data(_locate(path_or_name), check)
     if as_json:
         echo_json(facts)
     else:
-        show(facts)
+        _show(facts)
 
 
 @command.command()
@@ -97,7 +97,7 @@ def check(path: PathName, *, as_json: AsJson = False) -> None:
         if as_json:
             echo_json(facts)
         else:
-            show(facts)
+            _show(facts)
         return
     source = open_described(path)
     damages = []
@@ -180,10 +180,10 @@ def shard(
     from stepladder.data.shards.inputs import open_tables
     from stepladder.data.shards.writer import write_table
 
-    types = parse_dtypes(dtypes)
-    column_names = parse_columns(columns)
+    types = _parse_dtypes(dtypes)
+    column_names = _parse_columns(columns)
     for part, table in open_tables(source, column_names, types).items():
-        with on_stderr() as feedback:
+        with _on_stderr() as feedback:
             write_table(
                 table,
                 out / part,
@@ -199,7 +199,7 @@ def shard(
         echo_json(facts)
 
 
-def parse_dtypes(texts: tuple[str, ...]) -> dict[str, str]:
+def _parse_dtypes(texts: tuple[str, ...]) -> dict[str, str]:
     """Return the types of --dtype by column."""
     for text in texts:
         if "=" not in text:
@@ -207,7 +207,7 @@ def parse_dtypes(texts: tuple[str, ...]) -> dict[str, str]:
     return dict(text.rsplit("=", 1) for text in texts)
 
 
-def parse_columns(text: str | None) -> tuple[str, ...]:
+def _parse_columns(text: str | None) -> tuple[str, ...]:
     """Return the names of --columns, none for all columns."""
     if text is None:
         return ()
@@ -220,7 +220,7 @@ def parse_columns(text: str | None) -> tuple[str, ...]:
 
 
 @contextmanager
-def on_stderr() -> Iterator[Feedback]:
+def _on_stderr() -> Iterator[Feedback]:
     """Show progress on stderr: bars on a terminal, plain lines elsewhere."""
     if not sys.stderr.isatty():
         yield Feedback(on_message=partial(echo, err=True))
@@ -246,7 +246,7 @@ def on_stderr() -> Iterator[Feedback]:
         )
 
 
-def locate(path_or_name: str) -> Path:
+def _locate(path_or_name: str) -> Path:
     """Return the path, or the default folder of the data set of that name.
 
     Raises:
@@ -269,21 +269,21 @@ def locate(path_or_name: str) -> Path:
     return path
 
 
-def show(facts: dict[str, Any]) -> None:
+def _show(facts: dict[str, Any]) -> None:
     """Print facts about data."""
     echo(f"{facts['path']}: {facts['dataset']}, {facts['bytes']:,} bytes")
     for file in facts.get("files", []):
-        echo(file_line(file))
+        echo(_file_line(file))
     if "parts" in facts:
         for line in shard_lines(facts):
             echo(line)
     if "num_files" in facts:
-        echo(source_line(facts))
+        echo(_source_line(facts))
     if "users" in facts:
         echo(f"{facts['rows']:,} ratings, {facts['users']:,} users, {facts['items']:,} items")
 
 
-def file_line(file: dict[str, Any]) -> str:
+def _file_line(file: dict[str, Any]) -> str:
     """Return the lines about one file."""
     text = (
         f"{file['name']}: {' x '.join(map(str, file['shape']))} {file['dtype']},"
@@ -296,7 +296,7 @@ def file_line(file: dict[str, Any]) -> str:
     return text + f"\n  pixels (of 0 to 1) mean {file['mean']:.4f}, std {file['std']:.4f}"
 
 
-def source_line(facts: dict[str, Any]) -> str:
+def _source_line(facts: dict[str, Any]) -> str:
     """Return the line about data that open_data opens."""
     chunks = "" if facts["chunks"] is None else f", {facts['chunks']:,} chunks"
     columns = ", ".join(f"{name} ({kind})" for name, kind in facts["columns"].items())

@@ -69,7 +69,7 @@ def command(
     if load and (save or comm or script):
         raise InputError("--load inspects a saved file, and nothing else", "--load alone")
     validate_host_name("--peer", peer)
-    validate_files_and_port(save, script, port)  # before anything that takes seconds
+    _validate_files_and_port(save, script, port)  # before anything that takes seconds
     ranks = parse_process_count(nproc) if nproc else 0
     if comm:
         exec_srun_step(click.get_current_context().obj, ranks)
@@ -81,16 +81,16 @@ def command(
     if save:
         facts.save(save)
     if not comm:
-        return show_report(facts, apply_rules(facts), None, as_json)
-    link, link_findings = measure_link(facts, ranks)
+        return _show_report(facts, apply_rules(facts), None, as_json)
+    link, link_findings = _measure_link(facts, ranks)
     if World.detect().is_first:
-        return show_report(facts, link_findings + apply_rules(facts), link, as_json)
+        return _show_report(facts, link_findings + apply_rules(facts), link, as_json)
     for finding in link_findings:
         show_finding(finding)
     return int(bool(link_findings))
 
 
-def validate_files_and_port(save: Path | None, script: Path | None, port: int | None) -> None:
+def _validate_files_and_port(save: Path | None, script: Path | None, port: int | None) -> None:
     """Raise InputError where a file or the port cannot be used."""
     if save:
         validate_writable(save, "--save", b'"schema"')
@@ -100,7 +100,7 @@ def validate_files_and_port(save: Path | None, script: Path | None, port: int | 
         parse_source(script)
 
 
-def measure_link(facts: Facts, ranks: int) -> tuple[Link | None, list[Finding]]:
+def _measure_link(facts: Facts, ranks: int) -> tuple[Link | None, list[Finding]]:
     """Return the first rank's measurements between processes, and what is wrong with them."""
     if not facts.torch.version:
         raise InputError(
@@ -112,7 +112,7 @@ def measure_link(facts: Facts, ranks: int) -> tuple[Link | None, list[Finding]]:
     return measure_among_ranks(ranks or max(2, facts.torch.devices))
 
 
-def show_report(facts: Facts, findings: list[Finding], link: Link | None, as_json: bool) -> int:
+def _show_report(facts: Facts, findings: list[Finding], link: Link | None, as_json: bool) -> int:
     """Print the findings, and return exit code 1 if one is an error."""
     failed = any(finding.severity == "error" for finding in findings)
     if as_json:
@@ -125,11 +125,11 @@ def show_report(facts: Facts, findings: list[Finding], link: Link | None, as_jso
         }
         echo_json(report)
         return int(failed)
-    echo(format_summary(facts))
+    echo(_format_summary(facts))
     for finding in findings:
         show_finding(finding)
     if link is not None:
-        show_link(link)
+        _show_link(link)
     counts = count_severities(findings)
     echo(
         f"{counts}; {len(RULES)} rules; stepladder train JOB --dry-run: the memory that a job needs"
@@ -137,7 +137,7 @@ def show_report(facts: Facts, findings: list[Finding], link: Link | None, as_jso
     return int(failed)
 
 
-def format_summary(facts: Facts) -> str:
+def _format_summary(facts: Facts) -> str:
     """Return a line about the machine, and one about the script's imports."""
     torch = "no torch"
     if facts.torch.version:
@@ -154,7 +154,7 @@ def format_summary(facts: Facts) -> str:
     return text
 
 
-def show_link(link: Link) -> None:
+def _show_link(link: Link) -> None:
     """Print the speed of all-reduce."""
     limits = []
     if link.limit:
@@ -164,13 +164,13 @@ def show_link(link: Link) -> None:
     limit = ", ".join(limits) or "the link's limit is not known"
     nodes = f"over {link.nodes} nodes" if link.nodes > 1 else "on one node"
     echo(f"all_reduce {nodes}, {link.ranks} ranks, {link.backend}; {limit}")
-    show_speeds(link.speeds, link.reference_speed)
+    _show_speeds(link.speeds, link.reference_speed)
     if link.within:
         echo(f"all_reduce between the ranks of one node, {link.backend}")
-        show_speeds(link.within, None)
+        _show_speeds(link.within, None)
 
 
-def show_speeds(speeds: tuple[Speed, ...], bound: float | None) -> None:
+def _show_speeds(speeds: tuple[Speed, ...], bound: float | None) -> None:
     """Print a table of speeds.
 
     Args:

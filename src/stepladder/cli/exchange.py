@@ -29,13 +29,13 @@ def export(run_dir: Path, target: Path, *, to: Literal["safetensors", "dcp"]) ->
     echo(weight_export.export(run_dir, to, target))
 
 
-class ImportCommand(JobCommand):
+class _ImportCommand(JobCommand):
     """`import`, with the flags of the job that its second argument names."""
 
     arguments_before_job = 1
 
 
-@make_command(ImportCommand, *make_field_options(TrainFlags, "seed", "data_dir"), name="import")
+@make_command(_ImportCommand, *make_field_options(TrainFlags, "seed", "data_dir"), name="import")
 def import_weights(folder: Path, job: JobPath, *, run_dir: Path, **flags: Any) -> None:
     """Make a run directory whose run starts from the weights in DIR.
 

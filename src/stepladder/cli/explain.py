@@ -45,7 +45,7 @@ def command(
     from stepladder.tools.findings.render import as_record
 
     if as_list:
-        print_known_errors()
+        _print_known_errors()
         return 0
     matches = list(explain(read_lines(text)))
     if text and not matches and not is_file(text):
@@ -62,7 +62,7 @@ def command(
     return int(not matches)
 
 
-def print_known_errors() -> None:
+def _print_known_errors() -> None:
     """Print a line for each message that `explain` knows."""
     from stepladder.tools.explain.explain import known_errors
 
@@ -95,7 +95,7 @@ def read_lines(text: str | None) -> Iterator[str]:
             "no text to explain", "stepladder explain 'Address already in use', or a log file"
         )
     if text is None:
-        yield from decode_lines(sys.stdin.buffer)
+        yield from _decode_lines(sys.stdin.buffer)
     elif is_file(text):
         hint = f"a text file of at most {MAX_LOG_GIB} GiB"
         with (
@@ -104,12 +104,12 @@ def read_lines(text: str | None) -> Iterator[str]:
         ):
             if os.fstat(file.fileno()).st_size > MAX_LOG_GIB << 30:
                 raise ValueError("it is larger than any log")
-            yield from decode_lines(file)
+            yield from _decode_lines(file)
     else:
         yield from text.splitlines()
 
 
-def decode_lines(file: BinaryIO) -> Iterator[str]:
+def _decode_lines(file: BinaryIO) -> Iterator[str]:
     """Yield the lines of a file, the very long ones in parts."""
     for line in iter(lambda: file.readline(MAX_LOG_LINE_BYTES), b""):
         yield line.decode(errors="replace")

@@ -74,9 +74,9 @@ def make_command(
                 default = {"default": parameter.default}
             flag = find_metadata(hints[name], Flag) or documented.get(name, Flag())
             if parameter.kind is parameter.KEYWORD_ONLY:
-                params.append(make_option(name, hints[name], flag, **default))
+                params.append(_make_option(name, hints[name], flag, **default))
             elif parameter.kind is not parameter.VAR_KEYWORD:
-                params.append(make_argument(name, hints[name], flag, **default))
+                params.append(_make_argument(name, hints[name], flag, **default))
         text = (inspect.getdoc(function) or "").partition("\n\nArgs:\n")[0]
         return click.command(cls=kind, help=text, params=params + list(flags), **attributes)(
             function
@@ -94,7 +94,7 @@ def make_field_options(fields: type, *names: str) -> list[GroupedOption]:
         flag = find_metadata(hints[name], Flag) or documented.get(name, Flag())
         if not flag.python_only:
             options.append(
-                make_option(name, hints[name], flag, default=getattr(fields, name, None))
+                _make_option(name, hints[name], flag, default=getattr(fields, name, None))
             )
     return options
 
@@ -107,21 +107,21 @@ def read_documented(documented: Any) -> dict[str, Flag]:
     }
 
 
-def make_argument(name: str, annotation: Any, flag: Flag, **attributes: Any) -> click.Argument:
+def _make_argument(name: str, annotation: Any, flag: Flag, **attributes: Any) -> click.Argument:
     """Return an argument."""
-    kind, _ = split_annotation(annotation)
+    kind, _ = _split_annotation(annotation)
     return click.Argument(
         [name],
-        type=find_param_type(annotation, flag),
+        type=_find_param_type(annotation, flag),
         nargs=-1 if get_origin(kind) is tuple else 1,
         metavar=flag.metavar,
         **attributes,
     )
 
 
-def make_option(name: str, annotation: Any, flag: Flag, **attributes: Any) -> GroupedOption:
+def _make_option(name: str, annotation: Any, flag: Flag, **attributes: Any) -> GroupedOption:
     """Return a flag."""
-    kind, metadata = split_annotation(annotation)
+    kind, metadata = _split_annotation(annotation)
     texts = [item for item in metadata if isinstance(item, str)]
     names = [text for text in texts if text.startswith("-")]
     group = next((text for text in texts if not text.startswith("-")), flag.group)
@@ -130,7 +130,7 @@ def make_option(name: str, annotation: Any, flag: Flag, **attributes: Any) -> Gr
     return GroupedOption(
         [*(names or [format_flag(name)]), name],
         group=group,
-        type=find_param_type(annotation, flag),
+        type=_find_param_type(annotation, flag),
         is_flag=kind is bool,
         multiple=get_origin(kind) is tuple,
         help=text,
@@ -146,26 +146,26 @@ def format_flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def split_annotation(annotation: Any) -> tuple[Any, list[Any]]:
+def _split_annotation(annotation: Any) -> tuple[Any, list[Any]]:
     """Return the type of an annotation without None, and what `Annotated` adds to it."""
     if get_origin(annotation) is Annotated:
         annotated, *added = get_args(annotation)
-        kind, metadata = split_annotation(annotated)
+        kind, metadata = _split_annotation(annotated)
         return kind, metadata + added
     if get_origin(annotation) in (Union, UnionType):
-        return split_annotation(get_args(annotation)[0])
+        return _split_annotation(get_args(annotation)[0])
     return annotation, []
 
 
 def find_metadata(annotation: Any, kind: type) -> Any:
     """Return what `Annotated` adds of this kind, or None."""
-    metadata = split_annotation(annotation)[1]
+    metadata = _split_annotation(annotation)[1]
     return next((item for item in metadata if isinstance(item, kind)), None)
 
 
-def find_param_type(annotation: Any, flag: Flag) -> Any:
+def _find_param_type(annotation: Any, flag: Flag) -> Any:
     """Return click's type of a parameter."""
-    kind, _ = split_annotation(annotation)
+    kind, _ = _split_annotation(annotation)
     own_type = find_metadata(annotation, click.ParamType)
     if own_type is not None:
         return own_type
@@ -176,5 +176,5 @@ def find_param_type(annotation: Any, flag: Flag) -> Any:
     if get_origin(kind) is Literal:
         return click.Choice(get_args(kind))
     if get_origin(kind) is tuple and kind not in PARAM_TYPES:
-        return find_param_type(get_args(kind)[0], flag)
+        return _find_param_type(get_args(kind)[0], flag)
     return PARAM_TYPES.get(kind)

@@ -41,7 +41,7 @@ def up(*, nodes: Natural = 2, cpus: Natural = 4, gpus: Natural = 0, plain: bool 
         gpus: GPUs that each node claims to have.
         plain: Put all nodes on the loopback address; needs no root.
     """
-    validate_system()
+    _validate_system()
     from stepladder.slurm.lab.prepare import prepare_lab
 
     lab = prepare_lab(nodes=nodes, cpus=cpus, gpus=gpus, plain=plain)
@@ -50,13 +50,13 @@ def up(*, nodes: Natural = 2, cpus: Natural = 4, gpus: Natural = 0, plain: bool 
     names = ", ".join(node.name for node in layout.all_nodes)
     echo(f"lab: {names} with {layout.cpus} CPUs and {layout.gpus} simulated GPUs each", err=True)
     echo("next: stepladder lab status; stepladder lab down removes everything", err=True)
-    echo(export_line(lab))
+    echo(_export_line(lab))
 
 
 @command.command()
 def status(*, as_json: AsJson = False) -> None:
     """Show the nodes: state, address, processes, and whether their network is cut."""
-    lab = find_lab()
+    lab = _find_lab()
     state = lab.status()
     if as_json:
         echo_json(state)
@@ -67,7 +67,7 @@ def status(*, as_json: AsJson = False) -> None:
             f"{node['name']}  {node['state']:<10} {node['address']}"
             f"  {node['processes']} processes{cut}"
         )
-    echo(export_line(lab))
+    echo(_export_line(lab))
 
 
 @command.command(context_settings={"ignore_unknown_options": True})
@@ -79,37 +79,37 @@ def exec(command_line: Words, *, node: str | None = None) -> None:
         node: Run on this node, with its network, host name and address.  [default: outside, as a
             user]
     """
-    find_lab().run_command(list(command_line), node)
+    _find_lab().run_command(list(command_line), node)
 
 
 @command.command()
 def fail(node: str) -> None:
     """Kill NODE's slurmd and everything else on it, as a loss of power does."""
-    echo(f"{node}: {find_lab().fail(node)} processes killed")
+    echo(f"{node}: {_find_lab().fail(node)} processes killed")
 
 
 @command.command()
 def cut(node: str) -> None:
     """Cut NODE off the network; its processes continue."""
-    find_lab().cut(node)
+    _find_lab().cut(node)
     echo(f"{node}: cut off")
 
 
 @command.command()
 def heal(node: str) -> None:
     """Connect NODE to the network again, and start its slurmd if it was killed."""
-    find_lab().heal(node)
+    _find_lab().heal(node)
     echo(f"{node}: cable in, slurmd running")
 
 
 @command.command()
 def down() -> None:
     """End the cluster and everything that runs on it, and remove its files."""
-    find_lab().down()
+    _find_lab().down()
     echo("lab: down")
 
 
-def validate_system() -> None:
+def _validate_system() -> None:
     """Raise InputError where this machine cannot run a lab."""
     if sys.platform != "linux":
         raise InputError(
@@ -118,14 +118,14 @@ def validate_system() -> None:
         )
 
 
-def find_lab() -> Lab:
+def _find_lab() -> Lab:
     """Return the lab that runs on this machine."""
-    validate_system()
+    _validate_system()
     from stepladder.slurm.lab.lab import Lab
 
     return Lab.load_running()
 
 
-def export_line(lab: Lab) -> str:
+def _export_line(lab: Lab) -> str:
     """Return the shell command that Slurm's own commands need."""
     return f"export SLURM_CONF={lab.layout.conf}"

@@ -76,10 +76,10 @@ def list_() -> None:
             echo(f"        {mark} {item.name:24} {item.title}")
     for kind, items in (("lessons", course.lessons), ("exercises", course.exercises)):
         echo(f"{kind}: {sum(i.key in progress.passed for i in items)} of {len(items)} passed")
-    say_next(course, progress)
+    _say_next(course, progress)
 
 
-def say_next(course: Course, progress: CourseProgress) -> None:
+def _say_next(course: Course, progress: CourseProgress) -> None:
     """Print the next lesson or exercise."""
     following = find_next_item(course, progress)
     if following is not None:
@@ -172,7 +172,7 @@ def check(
     if report is not None and not check_all:
         raise InputError("--report without --all", "stepladder learn check --all --report FILE")
     if check_all:
-        return check_course(course, report)
+        return _check_course(course, report)
     item = course.find_item(name) if name else find_next_item(course, progress)
     if item is None:
         echo("all passed")
@@ -185,11 +185,11 @@ def check(
             echo(f"a hint: stepladder learn hint {item.name}")
         return 1
     echo(f"\n{item.key}: passed")
-    say_next(course, load_progress())
+    _say_next(course, load_progress())
     return 0
 
 
-def check_course(course: Course, report: Path | None) -> int:
+def _check_course(course: Course, report: Path | None) -> int:
     """Check all lessons and exercises, and return exit code 1 if one does not pass."""
     if report is not None:
         validate_writable(report, "--report", GENERATOR)
@@ -198,7 +198,7 @@ def check_course(course: Course, report: Path | None) -> int:
     items = list(course)
     for number, item in enumerate(items, 1):
         if report is not None:  # also now, as the check may be stopped half-way
-            write_report(report, results, len(items))
+            _write_report(report, results, len(items))
         name = f"lesson {item.number}" if isinstance(item, Lesson) else item.name
         echo(f"{number:2} of {len(items)}  {name:24} ", end="")
         missing = find_missing_requirement(item)
@@ -207,21 +207,21 @@ def check_course(course: Course, report: Path | None) -> int:
             results.append(make_item_result(item, None, f"needs {missing}"))
             continue
         output: list[str] = []
-        verdict = check_or_refuse(course, item, output.append)
+        verdict = _check_or_refuse(course, item, output.append)
         failed += not verdict.passed
         results.append(make_item_result(item, verdict.passed, verdict.text))
         echo(f"{'passed' if verdict.passed else 'NOT YET'}: {verdict.text}")
         if not verdict.passed and not any(line.startswith(NOT_YET_PREFIX) for line in output):
             echo("".join(f"    {line}\n" for line in output[-SHOWN_LINES:]), end="")
     if report is not None:
-        write_report(report, results, len(items))
+        _write_report(report, results, len(items))
     passed = sum(result.passed is True for result in results)
     skipped = len(items) - passed - failed
     echo(f"{passed} of {len(items)} passed, {failed} not yet, {skipped} skipped")
     return int(failed > 0)
 
 
-def check_or_refuse(course: Course, item: Lesson | Exercise, echo: Echo) -> Verdict:
+def _check_or_refuse(course: Course, item: Lesson | Exercise, echo: Echo) -> Verdict:
     """Check one of many: it does not pass where it is refused, and the others go on."""
     try:
         return check_item(course, item, echo)
@@ -232,7 +232,7 @@ def check_or_refuse(course: Course, item: Lesson | Exercise, echo: Echo) -> Verd
         return Verdict(False, str(error))
 
 
-def write_report(report: Path, results: list[ItemResult], num_items: int) -> None:
+def _write_report(report: Path, results: list[ItemResult], num_items: int) -> None:
     """Write the page of the results so far, marked as unfinished if there are more items."""
     learner_results = make_learner_results(results, num_items - len(results))
     write_output(report, render_learner_page(learner_results), "--report")
@@ -289,4 +289,4 @@ def start(folder: Path = Path("my-exercises")) -> None:
         echo(f"{folder / 'lessons'}: {format_count(len(course.lessons), 'lesson')}")
     copied, unchanged = progress.copy_exercises(course, folder)
     echo(f"{progress.folder}: {copied} exercises copied, {unchanged} kept as they are")
-    say_next(course, progress)
+    _say_next(course, progress)

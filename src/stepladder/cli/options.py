@@ -46,7 +46,7 @@ class TrainFlags(Settings):
     )
 
 
-def show_all_frames(_ctx: click.Context, _param: click.Parameter, is_set: bool) -> None:
+def _show_all_frames(_ctx: click.Context, _param: click.Parameter, is_set: bool) -> None:
     """Show all frames of tracebacks, if --traceback is set."""
     if is_set:
         os.environ[SHOW_ALL_VARIABLE] = "1"  # the ranks inherit it
@@ -57,7 +57,7 @@ TRACEBACK_FLAG = GroupedOption(
     group=OUTPUT,
     is_flag=True,
     expose_value=False,
-    callback=show_all_frames,
+    callback=_show_all_frames,
     help="For an error of the job, also show the frames of torch and stepladder.",
 )
 
@@ -84,7 +84,7 @@ class JobCommand(click.Command):
             parse_path("job", name)
             self.job = self.find(name)
             self.job_fields = tuple(read_config_fields(self.job))
-            validate_config_flags(self.job, self.job_fields, self.params)
+            _validate_config_flags(self.job, self.job_fields, self.params)
         return super().parse_args(ctx, args)
 
     def find(self, name: str) -> Path:
@@ -245,7 +245,7 @@ def make_config_option(field: ConfigField) -> click.Option:
     )
 
 
-def validate_config_flags(
+def _validate_config_flags(
     path: Path, job_fields: tuple[ConfigField, ...], params: list[click.Parameter]
 ) -> None:
     """Raise InputError where a Config field has the flag of a command's parameter."""

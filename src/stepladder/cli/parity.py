@@ -54,7 +54,7 @@ def command(
         writes (DIR): Let SCRIPT write this folder for real. Repeatable.
     """
     validate_script(script, args)
-    sizes = [parse_size(nproc, text, args) for nproc, text in at or SIZES_BY_DEFAULT]
+    sizes = [_parse_size(nproc, text, args) for nproc, text in at or SIZES_BY_DEFAULT]
     if len(sizes) != 2 or sizes[0].nproc == sizes[1].nproc:
         numbers = ", ".join(str(size.nproc) for size in sizes)
         raise InputError(f"--at names two numbers of processes, not {numbers}", AT_HINT)
@@ -71,11 +71,11 @@ def command(
     if as_json:
         echo_json(as_json_object(report))
     else:
-        show_report(report)
+        _show_report(report)
     return report.exit_code
 
 
-def parse_size(nproc: int, text: str, args: tuple[Any, ...]) -> Size:
+def _parse_size(nproc: int, text: str, args: tuple[Any, ...]) -> Size:
     """Return a number of processes with all arguments of the script.
 
     Raises:
@@ -91,7 +91,7 @@ def parse_size(nproc: int, text: str, args: tuple[Any, ...]) -> Size:
     return Size(nproc, (*args, *further))
 
 
-def show_report(report: ParityReport) -> None:
+def _show_report(report: ParityReport) -> None:
     """Print the difference, what is legal, and one sentence at the end."""
     for finding in report.findings:
         show_finding(finding)

@@ -75,11 +75,11 @@ def command(
         request = TrainRequest(command.job, config, settings)
         run = partial(profile_job, request, warmup, steps, nproc)
     if world.world_size > 1:
-        run_and_exit(lambda: show_profile(record_profile(name, run, out, world), as_json))
-    return show_profile(record_profile(name, run, out, world), as_json)
+        run_and_exit(lambda: _show_profile(record_profile(name, run, out, world), as_json))
+    return _show_profile(record_profile(name, run, out, world), as_json)
 
 
-def show_profile(result: ProfileResult | int, as_json: bool) -> int:
+def _show_profile(result: ProfileResult | int, as_json: bool) -> int:
     """Print a profile, and return the exit code.
 
     Args:

@@ -46,7 +46,7 @@ FLAGS_WITHOUT_EFFECT = (
 )
 
 
-class RunFlags:
+class _RunFlags:
     """The flags of `run`, mostly torchrun's. PET_<NAME> in the environment sets each of them.
 
     Args:
@@ -124,7 +124,7 @@ class RunFlags:
 
 @make_command(
     click.Command,
-    *make_field_options(RunFlags),
+    *make_field_options(_RunFlags),
     *(click.Option([f"--{name}"], hidden=True) for name in FLAGS_WITHOUT_EFFECT),
     context_settings={
         "allow_interspersed_args": False,
@@ -146,8 +146,8 @@ def command(script: PathName, args: Words = (), **flags: Any) -> int:
         validate_not_job(Path(to_run.name))
         tell_misplaced_flags(Path(to_run.name), args)
     if flags["pretend_gpus"]:
-        simulate_gpus(flags["pretend_gpus"])
-    topology = make_topology(flags)
+        _simulate_gpus(flags["pretend_gpus"])
+    topology = _make_topology(flags)
     options = Options.from_flags(flags, elastic=":" in topology.nodes + topology.nproc)
     for name in FLAGS_WITHOUT_EFFECT:
         if flags[name.replace("-", "_")]:
@@ -173,7 +173,7 @@ def command(script: PathName, args: Words = (), **flags: Any) -> int:
     return exit_if_threads_wait(end.code)
 
 
-def make_topology(flags: dict[str, Any]) -> Topology:
+def _make_topology(flags: dict[str, Any]) -> Topology:
     """Return the nodes and processes that flags or a rented cluster's variables describe."""
     nproc = flags["nproc_per_node"]
     if flags["pretend_gpus"]:
@@ -193,7 +193,7 @@ def make_topology(flags: dict[str, Any]) -> Topology:
     return topology.in_step()
 
 
-def simulate_gpus(gpus: int) -> None:
+def _simulate_gpus(gpus: int) -> None:
     """Print it, and let every Python process started from here simulate CUDA on the CPU."""
     from stepladder.tools.check.startup_variables import simulated_gpu_variables
 

@@ -28,7 +28,7 @@ OUTPUT_MARKS = {"csv": b"nproc,", "html": GENERATOR}  # of earlier outputs
 DEFAULT_NPROC = (1, 2)
 
 
-class ScaleFlags:
+class _ScaleFlags:
     """The flags of `scale` besides those of a job.
 
     Args:
@@ -62,7 +62,7 @@ class ScaleFlags:
 
 @make_command(
     JobOrScript,
-    *make_field_options(ScaleFlags),
+    *make_field_options(_ScaleFlags),
     *make_field_options(
         TrainFlags, "microbatch", "device", "precision", "compile", "capture", "data_dir", "sync"
     ),
@@ -88,29 +88,29 @@ def command(
         nproc: Numbers of processes.  [default: 1,2; with --nodes one number, per node]
         nodes: Submit Slurm jobs on these numbers of nodes.
     """
-    validate_flags(nproc, nodes, flags)
+    _validate_flags(nproc, nodes, flags)
     for name, mark in OUTPUT_MARKS.items():
         if flags[name] is not None:
             validate_writable(flags[name], f"--{name}", mark)
     from stepladder.tools.scaling.scaling_report import Scaling
 
-    subject = make_subject(args, flags)
+    subject = _make_subject(args, flags)
     rounds = flags["rounds"]
     report = (lambda _: None) if as_json else partial(echo, err=True)
     if nodes:
         from stepladder.tools.scaling.batch_jobs import measure_on_nodes
 
-        batch_job = make_measurement_job(nproc, flags)
+        batch_job = _make_measurement_job(nproc, flags)
         sizes = measure_on_nodes(subject, batch_job, sorted(nodes), rounds, report)
     else:
         from stepladder.tools.scaling.measure import measure_locally
 
         sizes = measure_locally(subject, sorted(nproc or DEFAULT_NPROC), rounds, report)
     scaling = Scaling(subject.name, subject.weak, sizes, command.is_script)
-    show_scaling(scaling, flags["csv"], flags["html"], as_json)
+    _show_scaling(scaling, flags["csv"], flags["html"], as_json)
 
 
-def make_subject(args: tuple[str, ...], flags: dict[str, Any]) -> TimedJob | TimedScript:
+def _make_subject(args: tuple[str, ...], flags: dict[str, Any]) -> TimedJob | TimedScript:
     """Return what is timed: the job with its flags, or the script with its arguments."""
     from stepladder.tools.scaling.measure import TimedJob, TimedScript
 
@@ -126,7 +126,9 @@ def make_subject(args: tuple[str, ...], flags: dict[str, Any]) -> TimedJob | Tim
     return TimedJob(TrainRequest(command.job, config, settings), flags["warmup"], weak)
 
 
-def validate_flags(nproc: list[int] | None, nodes: list[int] | None, flags: dict[str, Any]) -> None:
+def _validate_flags(
+    nproc: list[int] | None, nodes: list[int] | None, flags: dict[str, Any]
+) -> None:
     """Raise InputError where flags contradict each other."""
     if nodes and nproc and len(nproc) > 1:
         text = ",".join(map(str, nproc))
@@ -139,7 +141,7 @@ def validate_flags(nproc: list[int] | None, nodes: list[int] | None, flags: dict
         raise InputError(f"{flag} without --nodes: it is for batch jobs", "--nodes 1,2")
 
 
-def make_measurement_job(nproc: list[int] | None, flags: dict[str, Any]) -> BatchJob:
+def _make_measurement_job(nproc: list[int] | None, flags: dict[str, Any]) -> BatchJob:
     """Return what all batch jobs of the measurements have in common."""
     if nproc:
         ranks_per_node = nproc[0]
@@ -157,7 +159,7 @@ def make_measurement_job(nproc: list[int] | None, flags: dict[str, Any]) -> Batc
     )
 
 
-def show_scaling(scaling: Scaling, csv: Path | None, html: Path | None, as_json: bool) -> None:
+def _show_scaling(scaling: Scaling, csv: Path | None, html: Path | None, as_json: bool) -> None:
     """Print the measurements, and write the files of --csv and --html."""
     from stepladder.tools.scaling.scaling_report import format_csv, make_tables, render_scaling_page
 

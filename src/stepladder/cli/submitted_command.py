@@ -54,20 +54,20 @@ def parse_submitted_command(arguments: Sequence[str]) -> SubmittedCommand:
         arguments = ("run", *arguments)
     kind, *kind_arguments = arguments
     command = importlib.import_module(f"stepladder.cli.{kind}").command
-    with explaining_misplaced_flags(kind):
+    with _explaining_misplaced_flags(kind):
         context = command.make_context(f"stepladder {kind}", list(kind_arguments))
-    validate_own_flags(context)
+    _validate_own_flags(context)
     params = context.params
     path: Path = command.job if kind == "train" else Path(params["script"])
     if kind == "run":
-        validate_script(path, params)
+        _validate_script(path, params)
         tell_misplaced_flags(path, params["args"])
     job_dir = params["run_dir"] or Path("runs") / path.stem
     return SubmittedCommand(kind, kind_arguments, job_dir, path.stem)
 
 
 @contextmanager
-def explaining_misplaced_flags(kind: str) -> Iterator[None]:
+def _explaining_misplaced_flags(kind: str) -> Iterator[None]:
     """Raise InputError for a flag that only submit has, in place of click's error."""
     try:
         yield
@@ -81,7 +81,7 @@ def explaining_misplaced_flags(kind: str) -> Iterator[None]:
         ) from error
 
 
-def validate_script(path: Path, params: dict[str, Any]) -> None:
+def _validate_script(path: Path, params: dict[str, Any]) -> None:
     """Raise InputError where the script of `run` does not exist, or is a job file."""
     if path.is_file():
         if not params["no_python"]:
@@ -90,7 +90,7 @@ def validate_script(path: Path, params: dict[str, Any]) -> None:
         raise InputError(f"script {params['script']!r} does not exist", "-- run [FLAGS] SCRIPT.py")
 
 
-def validate_own_flags(context: click.Context) -> None:
+def _validate_own_flags(context: click.Context) -> None:
     """Raise InputError where a flag of submit is typed after `--`."""
     for parameter in context.command.params:
         flag = next((name for name in parameter.opts if name in SUBMIT_FLAGS), None)

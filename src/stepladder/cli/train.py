@@ -19,7 +19,7 @@ from stepladder.launcher.entry import Launch, start
 from stepladder.launcher.topology import Topology
 
 
-class TrainCommand(JobCommand):
+class _TrainCommand(JobCommand):
     """`train`, whose --help shows first what a newcomer needs."""
 
     sections = (TRAINING, MEMORY, PROCESSES, FAULTS, OUTPUT)
@@ -37,7 +37,7 @@ class TrainCommand(JobCommand):
     )
 
 
-@make_command(TrainCommand, *make_field_options(TrainFlags), TRACEBACK_FLAG)
+@make_command(_TrainCommand, *make_field_options(TrainFlags), TRACEBACK_FLAG)
 def command(
     job: JobPath,
     *,
@@ -76,39 +76,39 @@ def command(
         device_memory (SIZE): With --dry-run: memory of a device, for example 80GB.  [default:
             memory of the GPU here]
     """
-    request = make_request(flags, as_json)
+    request = _make_request(flags, as_json)
     typed = Topology(nodes, nproc, rdzv_endpoint, local_addr, hosts=hosts)
     topology = typed.with_cluster_variables()
-    validate_device_memory(device_memory, dry_run)
+    _validate_device_memory(device_memory, dry_run)
     if dry_run:
         from stepladder.tools.dry_run import dry_run as estimate  # late: torch
 
         return estimate(request, topology, device_memory)
-    if (code := start_elsewhere(get_typed_arguments(), hosts, ssh, topology)) is not None:
+    if (code := start_elsewhere(_get_typed_arguments(), hosts, ssh, topology)) is not None:
         return code
-    show_note(topology)
+    _show_note(topology)
     return start(request, Launch(topology, max_restarts, explain_after, on_loss))
 
 
-def validate_device_memory(device_memory: int | None, dry_run: bool) -> None:
+def _validate_device_memory(device_memory: int | None, dry_run: bool) -> None:
     """Raise InputError for --device-memory of a training."""
     if device_memory is not None and not dry_run:
         raise InputError("--device-memory without --dry-run", "--dry-run, which trains nothing")
 
 
-def get_typed_arguments() -> list[str]:
+def _get_typed_arguments() -> list[str]:
     """Return the command line's arguments, with which other machines start."""
     typed_arguments: list[str] = click.get_current_context().obj
     return typed_arguments
 
 
-def show_note(topology: Topology) -> None:
+def _show_note(topology: Topology) -> None:
     """Print where the number of machines comes from, if no flag says it."""
     if topology.note:
         print_message(topology.note)
 
 
-def make_request(flags: dict[str, Any], as_json: bool) -> TrainRequest:
+def _make_request(flags: dict[str, Any], as_json: bool) -> TrainRequest:
     """Return the training that the flags describe."""
     config, job_settings = command.sort_flags(flags)
     settings = Settings(**{"run_dir": Path("runs") / command.job.stem, **job_settings})

@@ -91,7 +91,7 @@ class MemorySize(click.ParamType[Any]):
         )
 
 
-class CountList(click.ParamType[Any]):
+class _CountList(click.ParamType[Any]):
     """Numbers of processes or nodes, such as 1,2,3."""
 
     name = "N,N,..."
@@ -109,7 +109,7 @@ class CountList(click.ParamType[Any]):
         return counts
 
 
-class FilePath(click.ParamType[Any]):
+class _FilePath(click.ParamType[Any]):
     """A path, whether or not something is there."""
 
     name = "path"
@@ -129,7 +129,7 @@ class FilePath(click.ParamType[Any]):
         return [CompletionItem(incomplete, type="file")]
 
 
-class JobName(click.ParamType[Any]):
+class _JobName(click.ParamType[Any]):
     """The name of a recipe, or the path of a job file; `find_job` decides which."""
 
     name = "job"
@@ -142,7 +142,7 @@ class JobName(click.ParamType[Any]):
         return names or PATH.shell_complete(ctx, param, incomplete)
 
 
-class PathOrName(FilePath):
+class _PathOrName(_FilePath):
     """A text that is a path, the name of a recipe, or the number of a batch job."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
@@ -151,8 +151,8 @@ class PathOrName(FilePath):
 
 
 ANY_INTEGER = WholeNumber(None, None)  # for values whose limits core/settings.py checks
-PATH = FilePath()
-NAME = PathOrName()
+PATH = _FilePath()
+NAME = _PathOrName()
 
 # Types of parameters; flags.py makes arguments and flags of them.
 Count = Annotated[int, WholeNumber(1)]
@@ -160,8 +160,8 @@ Port = Annotated[int, WholeNumber(1, MAX_PORT)]
 Natural = Annotated[int, WholeNumber()]
 Wait = Annotated[float, Seconds()]
 PathName = Annotated[str, NAME]
-JobPath = Annotated[str, JobName()]
-Counts = Annotated[list[int], CountList()]
+JobPath = Annotated[str, _JobName()]
+Counts = Annotated[list[int], _CountList()]
 Words = Annotated[tuple[str, ...], click.UNPROCESSED]
 AsJson = Annotated[
     bool, Flag("Print the result as one JSON object on the last line of stdout.", OUTPUT), "--json"

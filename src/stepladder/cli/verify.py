@@ -16,7 +16,7 @@ from stepladder.storage.run_files import CONFIG_FILE
 from stepladder.train.job_file import load_stored_job
 
 
-class VerifyCommand(JobCommand):
+class _VerifyCommand(JobCommand):
     """`verify`, with the flags of a job that the arguments or a run directory name."""
 
     # The Config that a run directory stores.
@@ -35,7 +35,7 @@ class VerifyCommand(JobCommand):
 
 
 @make_command(
-    VerifyCommand,
+    _VerifyCommand,
     *make_field_options(
         TrainFlags,
         "epochs",

@@ -107,7 +107,7 @@ def is_listening(host: str, port: int) -> bool:
     return True
 
 
-def find_interface_to(host: str) -> str | None:
+def _find_interface_to(host: str) -> str | None:
     """Return the network interface by which this machine reaches `host`.
 
     A machine whose own name is a loopback address, as Debian sets it up, is meant as others see it:
@@ -264,7 +264,7 @@ def set_interface_env(host: str) -> None:
         InputError: The user has set an interface that this machine does not have.
     """
     validate_interface()
-    interface = find_interface_to(host)
+    interface = _find_interface_to(host)
     if interface is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")

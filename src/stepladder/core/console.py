@@ -145,13 +145,13 @@ def prepare_streams() -> None:
     Characters that stdout's encoding cannot represent, as in an ASCII locale, are escaped, as on
     stderr.
     """
-    open_closed_streams()
+    _open_closed_streams()
     with suppress(OSError):  # a pipe to which something was written already
         if isinstance(sys.stdout, TextIOWrapper):
             sys.stdout.reconfigure(errors="backslashreplace")
 
 
-def open_closed_streams() -> None:
+def _open_closed_streams() -> None:
     """Open /dev/null as stdin, stdout or stderr where it is closed.
 
     Otherwise the next file would get its number, and everything that is printed.

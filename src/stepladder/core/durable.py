@@ -92,7 +92,7 @@ def replace_folder(path: Path, check: Callable[[], None] = lambda: None) -> Iter
         _set_folder_mode(temporary, mode & ~(stat.S_IRWXG | stat.S_IRWXO))
         yield temporary
         _set_folder_mode(temporary, mode)
-        sync_tree(temporary)
+        _sync_tree(temporary)
         check()
         replaced = path.with_name(path.name + REPLACED_SUFFIX)
         # No folder can be renamed over another one. After a kill between the two renames,
@@ -107,7 +107,7 @@ def replace_folder(path: Path, check: Callable[[], None] = lambda: None) -> Iter
 
 def move(source: Path, target: Path) -> None:
     """Rename a file, or a folder that replaces nothing, once all of it is on disk."""
-    sync_tree(source)
+    _sync_tree(source)
     source.replace(target)
     sync(target.parent)
 
@@ -142,7 +142,7 @@ def name_write_errors(path: Path, hint: str) -> AbstractContextManager[None]:
     return as_input_error(f"cannot write {path}", hint)
 
 
-def sync_tree(path: Path) -> None:
+def _sync_tree(path: Path) -> None:
     """Write a file, or a folder with all that is in it, to the disk."""
     if path.is_dir():
         for entry in path.rglob("*"):

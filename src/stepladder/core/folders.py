@@ -53,7 +53,7 @@ def find_file_above(name: str) -> Path | None:
         path = folder / name
         if not path.is_file():
             continue
-        owner = find_foreign_owner(path)
+        owner = _find_foreign_owner(path)
         if owner is not None:
             print_message(f"{path} is not used, because user {owner} owns it")
             continue
@@ -76,7 +76,7 @@ def list_folders_above(start: Path) -> Iterator[Path]:
                 return
 
 
-def find_foreign_owner(path: Path) -> int | None:
+def _find_foreign_owner(path: Path) -> int | None:
     """Return the user who owns a file, or the link to it, if it is neither this user nor root."""
     if sys.platform == "win32":
         return None

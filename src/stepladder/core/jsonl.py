@@ -65,11 +65,11 @@ def format_line(line: Line) -> str:
         TypeError: A value is none that JSON has.
         ValueError: A NaN or an infinity is in a list or an object within the line.
     """
-    values = {name: to_json_value(value) for name, value in line.items()}
+    values = {name: _to_json_value(value) for name, value in line.items()}
     return json.dumps(values, allow_nan=False) + "\n"
 
 
-def to_json_value(value: Any) -> Any:
+def _to_json_value(value: Any) -> Any:
     """Return a plain number for a number of torch or NumPy; None for NaN and the infinities."""
     plain = value.item() if hasattr(value, "item") else value
     return None if isinstance(plain, float) and not math.isfinite(plain) else plain

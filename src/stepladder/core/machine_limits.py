@@ -75,11 +75,11 @@ def name_machine_errors() -> Iterator[None]:
         if _is_disk_error(error):
             with as_input_error(f"{os.fsdecode(error.filename)} cannot be used", DISK_HINT):
                 raise
-        if is_out_of_memory(error):
-            raise InputError(describe_memory_need(error), MEMORY_HINT) from error
+        if _is_out_of_memory(error):
+            raise InputError(_describe_memory_need(error), MEMORY_HINT) from error
         if is_limit_error(error):
             raise InputError(
-                f"a limit of this machine is reached: {get_reason(error)}", find_hint(error)
+                f"a limit of this machine is reached: {get_reason(error)}", _find_hint(error)
             ) from error
         raise
 
@@ -91,7 +91,7 @@ def _is_disk_error(error: Exception) -> TypeGuard[OSError]:
     return error.errno in (*DEVICE_ERRNOS, *TRANSIENT_ERRNOS)
 
 
-def is_out_of_memory(error: BaseException) -> bool:
+def _is_out_of_memory(error: BaseException) -> bool:
     """Tell whether an error means that there is not enough memory."""
     if isinstance(error, MemoryError):
         return True
@@ -115,7 +115,7 @@ def is_limit_error(error: BaseException) -> bool:
     return isinstance(error, ImportError) and bool(NO_MEMORY_TEXT.search(text))
 
 
-def describe_memory_need(error: Exception) -> str:
+def _describe_memory_need(error: Exception) -> str:
     """Return a sentence that says which line needed memory, and how much, if the error tells."""
     line = find_user_line(error)
     location = f" in {line}" if line else ""
@@ -126,7 +126,7 @@ def describe_memory_need(error: Exception) -> str:
     return f"not enough memory{location}: {need}"
 
 
-def find_hint(error: BaseException) -> str:
+def _find_hint(error: BaseException) -> str:
     """Return what to type for a limit that is reached."""
     if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
         return FILES_HINT

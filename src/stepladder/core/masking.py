@@ -30,7 +30,7 @@ URL_SECRET = re.compile(
 WORD_BORDER = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|\W+")  # also that within camelCase
 
 
-class Argument(NamedTuple):
+class _Argument(NamedTuple):
     """An argument of a command line.
 
     Args:
@@ -99,7 +99,7 @@ def drop_masked(config: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in config.items() if MASK not in str(value)}
 
 
-def split_secrets(command: Sequence[str]) -> Iterator[Argument]:
+def split_secrets(command: Sequence[str]) -> Iterator[_Argument]:
     """Yield the arguments of a command line, split where a secret begins.
 
     Secrets are what follows `--hf-token`, `--hf-token=` or `HF_TOKEN=`, and URLs that hold one.
@@ -108,15 +108,15 @@ def split_secrets(command: Sequence[str]) -> Iterator[Argument]:
     for text in command:
         name, equals, value = text.partition("=")
         if secret_flag:
-            yield Argument("", text, secret_flag)
+            yield _Argument("", text, secret_flag)
             secret_flag = ""
             continue
         if value and is_secret_name(name):
-            yield Argument(f"{name}=", value, name)
+            yield _Argument(f"{name}=", value, name)
         elif mask(text) != text:
-            yield Argument("", text, URL)
+            yield _Argument("", text, URL)
         else:
-            yield Argument(text)
+            yield _Argument(text)
         if text.startswith("-") and not equals and is_secret_name(text):
             secret_flag = text
 

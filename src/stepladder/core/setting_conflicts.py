@@ -9,12 +9,12 @@ from stepladder.core.errors import InputError
 
 def validate_no_conflict(settings: Any) -> None:
     """Raise InputError for the first two settings that contradict each other."""
-    for is_conflict, problem, fix in list_conflicts(settings):
+    for is_conflict, problem, fix in _list_conflicts(settings):
         if is_conflict:
             raise InputError(problem, fix)
 
 
-def list_conflicts(settings: Any) -> list[tuple[bool, str, str]]:
+def _list_conflicts(settings: Any) -> list[tuple[bool, str, str]]:
     """Return all conflicts: whether there is one, the reason why it is one, and what to type."""
     recomputes_blocks = settings.checkpoint_blocks
     replays = settings.replay_every is not None
@@ -31,7 +31,7 @@ def list_conflicts(settings: Any) -> list[tuple[bool, str, str]]:
             " slices to copy",
             "--shard optimizer, or leave --shard-copies out",
         ),
-        *list_full_shard_conflicts(settings),
+        *_list_full_shard_conflicts(settings),
         (
             recomputes_blocks and settings.compile,
             "--compile with --checkpoint-blocks: the compiler decides by itself what is computed"
@@ -52,8 +52,8 @@ def list_conflicts(settings: Any) -> list[tuple[bool, str, str]]:
     ]
 
 
-def list_full_shard_conflicts(settings: Any) -> list[tuple[bool, str, str]]:
-    """Return the conflicts of --shard full, in the form of `list_conflicts`."""
+def _list_full_shard_conflicts(settings: Any) -> list[tuple[bool, str, str]]:
+    """Return the conflicts of --shard full, in the form of `_list_conflicts`."""
     is_full = settings.shard == "full"
     return [
         (

@@ -18,7 +18,7 @@ from stepladder.core.setting_conflicts import validate_no_conflict
 LOGGER_GROUP = "stepladder.loggers"  # of entry points
 
 
-class LayoutEntry(NamedTuple):
+class _LayoutEntry(NamedTuple):
     """A layout: its class in a module of train/layout, and whether the others survive a loss."""
 
     path: str
@@ -26,10 +26,10 @@ class LayoutEntry(NamedTuple):
 
 
 LAYOUTS = {  # by the values of --shard and --shard-copies
-    ("none", 1): LayoutEntry("flat.Flat", survives_loss=True),
-    ("optimizer", 1): LayoutEntry("zero1.Zero1", survives_loss=False),
-    ("optimizer", 2): LayoutEntry("replicated.Replicated", survives_loss=True),
-    ("full", 1): LayoutEntry("fsdp_exact.FullyShardedExactLayout", survives_loss=False),
+    ("none", 1): _LayoutEntry("flat.Flat", survives_loss=True),
+    ("optimizer", 1): _LayoutEntry("zero1.Zero1", survives_loss=False),
+    ("optimizer", 2): _LayoutEntry("replicated.Replicated", survives_loss=True),
+    ("full", 1): _LayoutEntry("fsdp_exact.FullyShardedExactLayout", survives_loss=False),
 }
 MAX_THREADS = 4096  # with more, libgomp may find no memory for them, and ends the process
 MAX_SEED = 2**32 - 1  # NumPy's limit

@@ -97,7 +97,7 @@ def load_or_make_secret(path: Path) -> str:
     with os.fdopen(descriptor, encoding="utf-8") as file:
         status = os.fstat(file.fileno())
         secret = file.read()
-    if not is_private(status) or not secret:
+    if not _is_private(status) or not secret:
         raise InputError(
             f"{path} is not a secret of yours alone: others own it, or may read it", f"rm {path}"
         )
@@ -109,7 +109,7 @@ def _make_secret_file(path: Path) -> None:
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
     file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
-        validate_private_mount(os.fstat(file), path)
+        _validate_private_mount(os.fstat(file), path)
         os.write(file, make_secret().encode())
         with suppress(FileExistsError):
             os.link(temporary, path)
@@ -118,14 +118,14 @@ def _make_secret_file(path: Path) -> None:
         temporary.unlink()
 
 
-def is_private(status: os.stat_result) -> bool:
+def _is_private(status: os.stat_result) -> bool:
     """Tell whether only this user owns a file and may read it."""
     return status.st_uid == os.geteuid() and not stat.S_IMODE(status.st_mode) & OTHERS_PERMISSIONS
 
 
-def validate_private_mount(status: os.stat_result, path: Path) -> None:
+def _validate_private_mount(status: os.stat_result, path: Path) -> None:
     """Raise InputError if a file that this process has just made looks public."""
-    if is_private(status):
+    if _is_private(status):
         return
     owner_and_mode = f"user {status.st_uid}'s with mode {stat.S_IMODE(status.st_mode):04o}"
     raise InputError(

@@ -48,16 +48,16 @@ def fold_traceback(error: BaseException, with_note: bool = True) -> None:
     """
     if os.environ.get(SHOW_ALL_VARIABLE):
         return
-    causes = list(list_causes(error))
-    user_frames = [find_user_frames(cause.__traceback__) for cause in causes]
+    causes = list(_list_causes(error))
+    user_frames = [_find_user_frames(cause.__traceback__) for cause in causes]
     is_remote = any(isinstance(cause, RemoteTraceback) for cause in causes)
     if not any(user_frames) and not is_remote:
         return
     num_removed = 0
     for cause, frames in zip(causes, user_frames, strict=True):
-        num_removed += len(list(list_frames(cause.__traceback__))) - len(frames)
+        num_removed += len(list(_list_frames(cause.__traceback__))) - len(frames)
         with suppress(Exception):  # an exception of the job's own may forbid changes
-            cause.with_traceback(join_frames(frames))
+            cause.with_traceback(_join_frames(frames))
     if num_removed and with_note:
         with suppress(Exception):
             error.add_note(
@@ -65,7 +65,7 @@ def fold_traceback(error: BaseException, with_note: bool = True) -> None:
             )
 
 
-def list_causes(error: BaseException) -> Iterator[BaseException]:
+def _list_causes(error: BaseException) -> Iterator[BaseException]:
     """Yield the error, and those that a traceback shows above it."""
     shown_ids: set[int] = set()
     current: BaseException | None = error
@@ -78,18 +78,18 @@ def list_causes(error: BaseException) -> Iterator[BaseException]:
             current = current.__context__
 
 
-def find_user_frames(trace: TracebackType | None) -> list[TracebackType]:
+def _find_user_frames(trace: TracebackType | None) -> list[TracebackType]:
     """Return the user's frames, and those of other libraries that they call.
 
     Frames of stepladder and torch are left out, and before the user's first frame also those of
     click and of the standard library.
     """
-    libraries = (PACKAGE_PREFIX, FROZEN_PREFIX, *find_package_folder("torch"))
-    callers = (*libraries, *find_package_folder("click"), STANDARD_LIBRARY)
+    libraries = (PACKAGE_PREFIX, FROZEN_PREFIX, *_find_package_folder("torch"))
+    callers = (*libraries, *_find_package_folder("click"), STANDARD_LIBRARY)
     frames: list[TracebackType] = []
-    for item in list_frames(trace):
+    for item in _list_frames(trace):
         file = item.tb_frame.f_code.co_filename
-        if not frames and is_command(file):
+        if not frames and _is_command(file):
             continue
         left_out = libraries if frames else callers
         if file.startswith(RECIPES_PREFIX) or not file.startswith(left_out):
@@ -97,14 +97,14 @@ def find_user_frames(trace: TracebackType | None) -> list[TracebackType]:
     return frames
 
 
-def list_frames(trace: TracebackType | None) -> Iterator[TracebackType]:
+def _list_frames(trace: TracebackType | None) -> Iterator[TracebackType]:
     """Yield the entries of a traceback, the innermost last."""
     while trace is not None:
         yield trace
         trace = trace.tb_next
 
 
-def join_frames(frames: list[TracebackType]) -> TracebackType | None:
+def _join_frames(frames: list[TracebackType]) -> TracebackType | None:
     """Return a traceback of these frames alone."""
     trace: TracebackType | None = None
     for item in reversed(frames):
@@ -112,13 +112,13 @@ def join_frames(frames: list[TracebackType]) -> TracebackType | None:
     return trace
 
 
-def is_command(file: str) -> bool:
+def _is_command(file: str) -> bool:
     """Tell whether a file is the small script that pip writes for the command `stepladder`."""
     is_stepladder = file == sys.argv[0] and Path(file).stem == "stepladder"
     return is_stepladder or file == "<string>"
 
 
-def find_package_folder(module: str) -> tuple[str, ...]:
+def _find_package_folder(module: str) -> tuple[str, ...]:
     """Return the folder of a package if it is imported, else nothing."""
     file = getattr(sys.modules.get(module), "__file__", None)
     return (str(Path(file).parent) + os.sep,) if file else ()
@@ -127,7 +127,7 @@ def find_package_folder(module: str) -> tuple[str, ...]:
 def find_user_line(error: BaseException) -> str:
     """Return the line of the user's innermost frame, as "job.py, line 7", or "" without one."""
     line = ""
-    for item in find_user_frames(error.__traceback__):
+    for item in _find_user_frames(error.__traceback__):
         file = item.tb_frame.f_code.co_filename
         if not file.startswith(STANDARD_LIBRARY):
             line = f"{Path(file).name}, line {item.tb_lineno}"
@@ -136,4 +136,4 @@ def find_user_line(error: BaseException) -> str:
 
 def list_files(error: BaseException) -> list[str]:
     """Return the file of each frame of an error's traceback, the innermost last."""
-    return [item.tb_frame.f_code.co_filename for item in list_frames(error.__traceback__)]
+    return [item.tb_frame.f_code.co_filename for item in _list_frames(error.__traceback__)]

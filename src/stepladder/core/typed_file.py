@@ -177,10 +177,10 @@ def convert(value: Any, kind: Any, name: str = "it") -> Any:
         return {key: convert(item, item_kind, f"{name}.{key}") for key, item in value.items()}
     if _is_scalar(value, outer):
         return Path(value) if outer is Path else value
-    raise ValueError(describe_mismatch(value, outer, inner, name))
+    raise ValueError(_describe_mismatch(value, outer, inner, name))
 
 
-def describe_mismatch(value: Any, outer: Any, inner: tuple[Any, ...], name: str) -> str:
+def _describe_mismatch(value: Any, outer: Any, inner: tuple[Any, ...], name: str) -> str:
     """Return the message about a value that is not of the type `outer[inner]`."""
     if outer is Literal:
         expected = " or ".join(map(repr, inner))
@@ -193,7 +193,7 @@ def _convert_items(values: list[Any], outer: Any, inner: tuple[Any, ...], name: 
     """Return a list of JSON or TOML as a list, tuple or set, each item as its own type."""
     kinds = _find_item_kinds(outer, inner, len(values))
     if len(kinds) != len(values):
-        raise ValueError(describe_mismatch(values, outer, inner, name))
+        raise ValueError(_describe_mismatch(values, outer, inner, name))
     items = enumerate(zip(values, kinds, strict=True))
     return outer(convert(item, kind, f"{name}[{index}]") for index, (item, kind) in items)
 

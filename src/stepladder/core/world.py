@@ -26,7 +26,7 @@ NUM_PORTS = 12000  # the range ends below Linux's ephemeral ports
 
 
 @dataclass(frozen=True)
-class RankVariables:
+class _RankVariables:
     """The environment variables that a launcher sets for each rank.
 
     Args:
@@ -56,7 +56,7 @@ class RankVariables:
         return self is TORCHRUN or read_env_number(env, self.world_size, 2) > 1
 
 
-TORCHRUN = RankVariables(
+TORCHRUN = _RankVariables(
     "RANK, WORLD_SIZE, LOCAL_RANK",
     "RANK",
     "WORLD_SIZE",
@@ -65,7 +65,7 @@ TORCHRUN = RankVariables(
     marker="RANK",
     hint="start with torchrun or `stepladder train --nproc N`",
 )
-SLURM = RankVariables(
+SLURM = _RankVariables(
     "Slurm step",
     "SLURM_PROCID",
     "SLURM_STEP_NUM_TASKS",
@@ -78,7 +78,7 @@ SLURM = RankVariables(
 # come after those of Open MPI and Hydra. They come before PMI_RANK, which `srun --mpi=pmi2` sets.
 LAUNCHERS = (
     TORCHRUN,
-    RankVariables(
+    _RankVariables(
         "Open MPI",
         "OMPI_COMM_WORLD_RANK",
         "OMPI_COMM_WORLD_SIZE",
@@ -88,7 +88,7 @@ LAUNCHERS = (
         hint="start with mpirun",
         run_id="PMIX_NAMESPACE",
     ),
-    RankVariables(
+    _RankVariables(
         "MPICH or Intel MPI",
         "PMI_RANK",
         "PMI_SIZE",
@@ -98,7 +98,7 @@ LAUNCHERS = (
         hint="start with mpiexec",
     ),
     SLURM,
-    RankVariables(
+    _RankVariables(
         "PMI",
         "PMI_RANK",
         "PMI_SIZE",
@@ -110,12 +110,12 @@ LAUNCHERS = (
 )
 
 
-def find_launcher(env: Mapping[str, str]) -> RankVariables | None:
+def find_launcher(env: Mapping[str, str]) -> _RankVariables | None:
     """Return the launcher that has started this process as a rank, None if there is none."""
     return next((launcher for launcher in LAUNCHERS if launcher.started(env)), None)
 
 
-def validate_position(rank_name: str, rank: int, size_name: str, size: int, ranks: str) -> None:
+def _validate_position(rank_name: str, rank: int, size_name: str, size: int, ranks: str) -> None:
     """Raise InputError unless a rank counts from 0 to size-1."""
     if not 0 <= rank < size:
         raise InputError(
@@ -149,8 +149,8 @@ class World:
 
     def __post_init__(self) -> None:
         validate_types(World, vars(self))
-        validate_position("RANK", self.rank, "WORLD_SIZE", self.world_size, "ranks")
-        validate_position(
+        _validate_position("RANK", self.rank, "WORLD_SIZE", self.world_size, "ranks")
+        _validate_position(
             "LOCAL_RANK", self.local_rank, "LOCAL_WORLD_SIZE", self.ranks_per_node, "local ranks"
         )
 
@@ -208,7 +208,7 @@ class World:
         return world
 
     @staticmethod
-    def from_launcher(launcher: RankVariables, env: Mapping[str, str]) -> World:
+    def from_launcher(launcher: _RankVariables, env: Mapping[str, str]) -> World:
         """Read the variables that a launcher sets for each rank."""
         world_size = read_env_number(env, launcher.world_size)
         _validate_set(launcher, env, world_size)
@@ -220,8 +220,8 @@ class World:
         ranks_per_node = read_env_number({name: count}, name)
         if launcher is SLURM or name not in env:
             ranks_per_node = max(ranks_per_node, local_rank + 1)
-        validate_position(launcher.rank, rank, launcher.world_size, world_size, "ranks")
-        validate_position(launcher.local_rank, local_rank, name, ranks_per_node, "local ranks")
+        _validate_position(launcher.rank, rank, launcher.world_size, world_size, "ranks")
+        _validate_position(launcher.local_rank, local_rank, name, ranks_per_node, "local ranks")
         # A rank of ours that joins a running group is one of one until it has joined.
         if ranks_per_node > world_size and launcher not in (TORCHRUN, SLURM):
             raise InputError(
@@ -238,7 +238,7 @@ class World:
         )
 
 
-def _validate_set(launcher: RankVariables, env: Mapping[str, str], world_size: int) -> None:
+def _validate_set(launcher: _RankVariables, env: Mapping[str, str], world_size: int) -> None:
     """Raise InputError if only some of a launcher's variables are set."""
     needed = [launcher.rank, launcher.local_rank]
     if launcher is TORCHRUN:
@@ -255,7 +255,7 @@ def _validate_set(launcher: RankVariables, env: Mapping[str, str], world_size: i
 
 
 def _make_url(
-    launcher: RankVariables, env: Mapping[str, str], world_size: int, ranks_per_node: int
+    launcher: _RankVariables, env: Mapping[str, str], world_size: int, ranks_per_node: int
 ) -> str:
     """Return the URL at which the ranks of a launcher connect, "" for one rank."""
     if world_size == 1:

@@ -40,30 +40,30 @@ def describe_data(path: Path, check: bool = False) -> dict[str, Any]:
     if ratings_file is None and zipfile.is_zipfile(path):
         ratings_file = path
     if ratings_file is not None:
-        return describe_ratings(path, ratings_file)
+        return _describe_ratings(path, ratings_file)
     if find_format(list_names(str(path))) is not None:
         return describe_source(str(path))
     text = path / "input.txt"
     if text.is_file():
         return {"dataset": "text", "path": str(path), "bytes": text.stat().st_size}
-    return describe_idx(path)
+    return _describe_idx(path)
 
 
-def describe_idx(path: Path) -> dict[str, Any]:
+def _describe_idx(path: Path) -> dict[str, Any]:
     """Return the facts about an IDX file, or a folder of MNIST's."""
     if not path.is_dir():
-        return describe_arrays("idx", path, {path: idx.read_idx(path)})
+        return _describe_arrays("idx", path, {path: idx.read_idx(path)})
     if idx.has_mnist_files(path):
         mnist = vars(idx.read_mnist(path))
         arrays = {file: mnist[name] for name, file in idx.find_mnist_files(path).items()}
-        return describe_arrays("mnist", path, arrays)
+        return _describe_arrays("mnist", path, arrays)
     raise InputError(
         f"{path} holds neither MNIST files nor ratings.csv nor input.txt nor shards",
         idx.download_hint(path),
     )
 
 
-def describe_ratings(path: Path, file: Path) -> dict[str, Any]:
+def _describe_ratings(path: Path, file: Path) -> dict[str, Any]:
     ratings = read_ratings(file)
     return {
         "dataset": "movielens-small",
@@ -75,8 +75,8 @@ def describe_ratings(path: Path, file: Path) -> dict[str, Any]:
     }
 
 
-def describe_arrays(dataset: str, path: Path, arrays: dict[Path, np.ndarray]) -> dict[str, Any]:
-    files = [describe_array(file, array) for file, array in arrays.items()]
+def _describe_arrays(dataset: str, path: Path, arrays: dict[Path, np.ndarray]) -> dict[str, Any]:
+    files = [_describe_array(file, array) for file, array in arrays.items()]
     return {
         "dataset": dataset,
         "path": str(path),
@@ -85,7 +85,7 @@ def describe_arrays(dataset: str, path: Path, arrays: dict[Path, np.ndarray]) ->
     }
 
 
-def describe_array(path: Path, array: np.ndarray) -> dict[str, Any]:
+def _describe_array(path: Path, array: np.ndarray) -> dict[str, Any]:
     """Return the rows, shape, type and size of an array in a file, and statistics of its values.
 
     Labels are counted. Pixels have the mean and the standard deviation of their values in 0..1.
@@ -165,13 +165,13 @@ def describe_shards(path: Path, check: bool = False) -> dict[str, Any]:
     for name, folder in find_shard_folders(path).items():
         shards = Shards(folder)
         if check:
-            verify_shards(shards)
-        parts.append(describe_data_set(name, shards))
+            _verify_shards(shards)
+        parts.append(_describe_data_set(name, shards))
     totals = {name: sum(part[name] for part in parts) for name in ("bytes", "rows", "chunks")}
     return {"dataset": "shards", "path": str(path), **totals, "parts": parts}
 
 
-def describe_data_set(name: str, shards: Shards) -> dict[str, Any]:
+def _describe_data_set(name: str, shards: Shards) -> dict[str, Any]:
     chunk_rows = max(shard.chunk_rows for shard in shards.shards)
     return {
         "name": name,
@@ -186,7 +186,7 @@ def describe_data_set(name: str, shards: Shards) -> dict[str, Any]:
     }
 
 
-def verify_shards(shards: Shards) -> None:
+def _verify_shards(shards: Shards) -> None:
     """Read all chunks and files, and raise InputError if a checksum shows that one is damaged."""
     with ShardReader(shards) as reader:
         for first_row in reader.chunk_edges[:-1]:

@@ -56,8 +56,8 @@ class Documents:
             batch = self.data.read(numbers)
         else:
             batch = [self.data[number] for number in numbers.tolist()]
-        documents = find_documents(batch)
-        lengths = count_tokens(documents)
+        documents = _find_documents(batch)
+        lengths = _count_tokens(documents)
         if len(lengths) != len(numbers):
             raise InputError(f"of {len(numbers)} documents, {len(lengths)} are read", SOURCE_HINT)
         return batch, documents, lengths
@@ -90,7 +90,7 @@ class Documents:
         return counts.astype(np.int64)
 
 
-def find_documents(batch: Any) -> Any:
+def _find_documents(batch: Any) -> Any:
     """Return the documents of a batch: of columns the first one of lists of numbers.
 
     Raises:
@@ -114,7 +114,7 @@ def find_documents(batch: Any) -> Any:
     return batch
 
 
-def count_tokens(documents: Any) -> IndexArray:
+def _count_tokens(documents: Any) -> IndexArray:
     """Return the length of each document of a batch.
 
     Raises:

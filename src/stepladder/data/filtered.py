@@ -23,7 +23,7 @@ from stepladder.data.source import (
 SAMPLES_PER_READ = 4096
 
 
-class DerivedSource:
+class _DerivedSource:
     """A source that is made of another one by a function.
 
     Args:
@@ -72,7 +72,7 @@ class DerivedSource:
         return f"{of_source} {type(self).__name__} {self.key}"
 
 
-class Mapped(DerivedSource):
+class Mapped(_DerivedSource):
     """A source whose batches are those of another one, as a function returns them.
 
     Args:
@@ -106,7 +106,7 @@ class Mapped(DerivedSource):
         return self.function(self.source.read(indices))
 
 
-class Filtered(DerivedSource):
+class Filtered(_DerivedSource):
     """A source of those samples of another one that a function keeps.
 
     Which these are is found by reading all samples. With a key it is found once, and kept in the

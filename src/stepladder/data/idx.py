@@ -33,7 +33,7 @@ MNIST_FILES = {
 
 
 @dataclass(frozen=True)
-class Mnist:
+class _Mnist:
     """The four arrays of MNIST, all uint8.
 
     Images have the shape (n, rows, columns) and values in 0..255, labels the shape (n,) and values
@@ -65,7 +65,7 @@ def read_idx(path: Path) -> np.ndarray:
     if stored_bytes != size:
         shape_text = " x ".join(map(str, shape))
         actual = "more" if stored_bytes > size else stored_bytes
-        raise damage_error(
+        raise _damage_error(
             path, f"its header says {shape_text} = {size} bytes of data but it holds {actual}"
         )
     return np.frombuffer(data, np.uint8, offset=start).reshape(shape).copy()
@@ -79,9 +79,9 @@ def report_errors(path: Path) -> Iterator[None]:
     except FileNotFoundError:
         raise InputError(f"{path} is missing", download_hint(path.parent)) from None
     except EOFError:
-        raise damage_error(path, "the gzip data ends early") from None
+        raise _damage_error(path, "the gzip data ends early") from None
     except (gzip.BadGzipFile, zlib.error, struct.error) as error:
-        raise damage_error(path, f"the gzip data is corrupt, {error}") from error
+        raise _damage_error(path, f"the gzip data is corrupt, {error}") from error
     except (OSError, ValueError) as error:
         raise InputError(
             f"cannot read {path}: {get_reason(error)}", download_hint(path.parent)
@@ -112,19 +112,19 @@ def read_header(data: bytes, path: Path) -> tuple[tuple[int, ...], int]:
     """  # noqa: DOC501 - damage_error makes an InputError
     magic = int.from_bytes(data[:4], "big")
     if len(data) >= 8 and magic not in (LABELS_MAGIC, IMAGES_MAGIC):
-        raise damage_error(
+        raise _damage_error(
             path,
             f"its magic number is {magic}, not {IMAGES_MAGIC} (images) or {LABELS_MAGIC} (labels)",
         )
     dimensions = magic & 0xFF
     start = 4 + 4 * dimensions
     if len(data) < max(8, start):
-        raise damage_error(path, f"{len(data)} bytes are too few for an IDX header")
+        raise _damage_error(path, f"{len(data)} bytes are too few for an IDX header")
     shape = struct.unpack_from(f">{dimensions}I", data, 4)
     file_bytes = path.stat().st_size
     if math.prod(shape) > MAX_GZIP_RATIO * file_bytes:
         shape_text = " x ".join(map(str, shape))
-        raise damage_error(
+        raise _damage_error(
             path,
             f"its header says {shape_text} bytes of data, more than {file_bytes} bytes of a file"
             " can hold",
@@ -135,7 +135,7 @@ def read_header(data: bytes, path: Path) -> tuple[tuple[int, ...], int]:
 # -- MNIST -----------------------------------------------------------------------------------------
 
 
-def read_mnist(data_dir: Path) -> Mnist:
+def read_mnist(data_dir: Path) -> _Mnist:
     """Read the four MNIST files of a folder, each with or without `.gz`.
 
     Returns:
@@ -149,8 +149,8 @@ def read_mnist(data_dir: Path) -> Mnist:
     arrays = {name: read_idx(path) for name, path in paths.items()}
     for split in ("train", "test"):
         images, labels = f"{split}_images", f"{split}_labels"
-        validate_pair(arrays[images], arrays[labels], paths[images], paths[labels])
-    return Mnist(**arrays)
+        _validate_pair(arrays[images], arrays[labels], paths[images], paths[labels])
+    return _Mnist(**arrays)
 
 
 def has_mnist_files(data_dir: Path) -> bool:
@@ -171,20 +171,20 @@ def find_mnist_files(data_dir: Path) -> dict[str, Path]:
     return paths
 
 
-def validate_pair(
+def _validate_pair(
     images: np.ndarray, labels: np.ndarray, images_path: Path, labels_path: Path
 ) -> None:
     if images.ndim != 3:
-        raise damage_error(images_path, "it holds labels, images belong here")
+        raise _damage_error(images_path, "it holds labels, images belong here")
     if labels.ndim != 1:
-        raise damage_error(labels_path, "it holds images, labels belong here")
+        raise _damage_error(labels_path, "it holds images, labels belong here")
     if len(images) != len(labels):
-        raise damage_error(labels_path, f"it holds {len(labels)} labels for {len(images)} images")
+        raise _damage_error(labels_path, f"it holds {len(labels)} labels for {len(images)} images")
     if labels.size and labels.max() > 9:
-        raise damage_error(labels_path, f"it holds the label {labels.max()}, labels are 0 to 9")
+        raise _damage_error(labels_path, f"it holds the label {labels.max()}, labels are 0 to 9")
 
 
-def damage_error(path: Path, problem: str) -> InputError:
+def _damage_error(path: Path, problem: str) -> InputError:
     return InputError(f"cannot use {path}: {problem}", download_hint(path.parent))
 
 

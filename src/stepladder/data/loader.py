@@ -44,17 +44,17 @@ def make_loader(
     """
     call = call_in_worker if num_workers else call_in_rank
     return DataLoader(
-        SeededItems(dataset, seed, call),
+        _SeededItems(dataset, seed, call),
         batch_sampler=batches,
         num_workers=num_workers,
         collate_fn=partial(collate_items, collate, call),
         worker_init_fn=initialize_worker if num_workers else None,
-        multiprocessing_context=find_start_method() if num_workers else None,
+        multiprocessing_context=_find_start_method() if num_workers else None,
         pin_memory=pin_memory,
     )
 
 
-def find_start_method() -> str:
+def _find_start_method() -> str:
     """Return how workers start: as the job has set it, else by fork.
 
     A forked worker is a child of its rank, so it ends with the rank, and its Dataset needs no
@@ -63,7 +63,7 @@ def find_start_method() -> str:
     return multiprocessing.get_start_method(allow_none=True) or "fork"
 
 
-class SeededItems(Dataset[tuple[int, Any]]):
+class _SeededItems(Dataset[tuple[int, Any]]):
     """The items of a Dataset with their indices; random numbers are seeded before each item."""
 
     def __init__(self, dataset: Dataset[Any], seed: int, call: Caller) -> None:
@@ -91,13 +91,13 @@ def collate_items(collate: Callable[[list[Any]], Any], call: Caller, items: Any)
     """Return the indices and the batch of items; a PackedError is returned as it is."""
     if isinstance(items, PackedError):
         return items
-    batch = call(make_batch, collate, items)
+    batch = call(_make_batch, collate, items)
     if isinstance(batch, PackedError):
         return batch
     return torch.tensor([index for index, _ in items]), batch
 
 
-def make_batch(collate: Callable[[list[Any]], Any], items: list[tuple[int, Any]]) -> Any:
+def _make_batch(collate: Callable[[list[Any]], Any], items: list[tuple[int, Any]]) -> Any:
     """Return the batch of items. Raises InputError if torch cannot collate them."""
     try:
         return collate([item for _, item in items])

@@ -63,7 +63,7 @@ class Mixture:
             if not len(source):
                 raise InputError("a source of the Mixture has no samples", "sources with some")
         if weights is not None:
-            validate_weights(weights, passes, len(self._sources))
+            _validate_weights(weights, passes, len(self._sources))
             counts = find_passes([len(source) for source in self._sources], weights)
         else:
             with as_input_error(f"passes={passes!r:.60}", PASSES_HINT, (TypeError,)):
@@ -127,10 +127,10 @@ class Mixture:
             "Mapped(source, FUNCTION), which makes the batches of each alike",
             (TypeError, LookupError, ValueError),
         ):
-            return select_rows(batches, np.argsort(np.concatenate(places)))
+            return _select_rows(batches, np.argsort(np.concatenate(places)))
 
 
-def validate_weights(
+def _validate_weights(
     weights: Sequence[float], passes: Sequence[int] | None, num_sources: int
 ) -> None:
     """Raise InputError for weights that are no part of each source, or that passes contradict."""
@@ -167,7 +167,7 @@ def find_passes(lengths: Sequence[int], weights: Sequence[float]) -> list[int]:
     return [int(number) for number in passes]
 
 
-def select_rows(batches: list[Any], order: IndexArray) -> Any:
+def _select_rows(batches: list[Any], order: IndexArray) -> Any:
     """Return the rows of batches of one form as one batch.
 
     Args:
@@ -179,9 +179,9 @@ def select_rows(batches: list[Any], order: IndexArray) -> Any:
         lists = [values for batch in batches for values in split_documents(batch)]
         return join_lists([np.asarray(lists[row]) for row in order.tolist()])
     if isinstance(first, dict):
-        return {name: select_rows([batch[name] for batch in batches], order) for name in first}
+        return {name: _select_rows([batch[name] for batch in batches], order) for name in first}
     if isinstance(first, (list, tuple)):
-        return [select_rows(list(columns), order) for columns in zip(*batches, strict=True)]
+        return [_select_rows(list(columns), order) for columns in zip(*batches, strict=True)]
     if isinstance(first, torch.Tensor):  # of a type that NumPy may not have
         tensors = [torch.as_tensor(batch) for batch in batches]
         rows = torch.from_numpy(order)

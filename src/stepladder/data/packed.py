@@ -112,7 +112,7 @@ class Packed:
         _, texts, lengths = self._documents.read(documents)
         self._validate_lengths(documents, lengths)
         texts = split_documents(texts)
-        blocks = Blocks(len(indices), self.block_size)
+        blocks = _Blocks(len(indices), self.block_size)
         piece_numbers = iter(numbers.tolist())
         for row, span in enumerate(spans):
             starts = pieces.starts[span].tolist()
@@ -133,7 +133,7 @@ class Packed:
             )
 
 
-class Blocks:
+class _Blocks:
     """Blocks that are being filled, as a batch of `Packed`."""
 
     def __init__(self, count: int, block_size: int) -> None:

@@ -13,7 +13,7 @@ Bins = dict[int, list[Integers]]  # by free space: blocks that have so much
 
 
 @dataclass(frozen=True)
-class Pieces:
+class _Pieces:
     """Documents, or parts of documents longer than a block, in the order of the blocks.
 
     Args:
@@ -34,12 +34,12 @@ class Pieces:
         return len(self.block_edges) - 1
 
 
-def concatenate_pieces(parts: list[Pieces]) -> Pieces:
+def concatenate_pieces(parts: list[_Pieces]) -> _Pieces:
     """Return the blocks of several parts, one after the other."""
     firsts = np.cumsum([0, *(len(part.documents) for part in parts)])
     pairs = zip(parts, firsts, strict=False)
     edges = [part.block_edges[:-1] + first for part, first in pairs]
-    return Pieces(
+    return _Pieces(
         np.concatenate([part.documents for part in parts]),
         np.concatenate([part.starts for part in parts]),
         np.concatenate([part.lengths for part in parts]),
@@ -47,7 +47,7 @@ def concatenate_pieces(parts: list[Pieces]) -> Pieces:
     )
 
 
-def pack(lengths: Integers, block_size: int, first_document: int = 0) -> Pieces:
+def pack(lengths: Integers, block_size: int, first_document: int = 0) -> _Pieces:
     """Return the pieces of documents, divided into as few blocks as a greedy rule needs.
 
     A document longer than a block is cut into full blocks and a rest. Then each piece, the longest
@@ -68,10 +68,10 @@ def pack(lengths: Integers, block_size: int, first_document: int = 0) -> Pieces:
     first_pieces = np.cumsum(counts) - counts
     starts = (np.arange(len(documents)) - first_pieces[documents]) * block_size
     piece_lengths = np.minimum(lengths[documents] - starts, block_size)
-    blocks = assign_blocks(piece_lengths, block_size)
+    blocks = _assign_blocks(piece_lengths, block_size)
     order = np.argsort(blocks, kind="stable")
     num_blocks = int(blocks.max()) + 1 if len(blocks) else 0
-    return Pieces(
+    return _Pieces(
         documents[order] + first_document,
         starts[order],
         piece_lengths[order],
@@ -79,12 +79,12 @@ def pack(lengths: Integers, block_size: int, first_document: int = 0) -> Pieces:
     )
 
 
-def assign_blocks(lengths: Integers, block_size: int) -> Integers:
+def _assign_blocks(lengths: Integers, block_size: int) -> Integers:
     """Return the block of each piece, by best-fit decreasing, shape (pieces,)."""
     blocks = np.empty(len(lengths), np.int64)
     by_length = np.argsort(-lengths, kind="stable")
     distinct, counts = np.unique(-lengths, return_counts=True)
-    open_blocks = OpenBlocks(block_size)
+    open_blocks = _OpenBlocks(block_size)
     end = 0
     longest_first = (-distinct).tolist()
     for length, count in zip(longest_first, counts.tolist(), strict=True):
@@ -97,7 +97,7 @@ def assign_blocks(lengths: Integers, block_size: int) -> Integers:
     return blocks
 
 
-class OpenBlocks:
+class _OpenBlocks:
     """The blocks that still have space, by how much they have."""
 
     def __init__(self, block_size: int) -> None:

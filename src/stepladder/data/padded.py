@@ -89,7 +89,7 @@ class Padded:
             padded = {name: self._pad(column) for name, column in batch.items()}
             return {**padded, "lengths": lengths}
         if documents is batch:
-            return {"tokens": self._pad(join_documents(documents)), "lengths": lengths}
+            return {"tokens": self._pad(_join_documents(documents)), "lengths": lengths}
         return [*map(self._pad, batch), lengths]
 
     def _pad(self, column: Any) -> Any:
@@ -110,7 +110,7 @@ class Padded:
         return padded
 
 
-def join_documents(documents: Any) -> Ragged:
+def _join_documents(documents: Any) -> Ragged:
     """Return documents one after the other.
 
     Raises:

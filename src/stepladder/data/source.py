@@ -77,9 +77,9 @@ def make_chunks(source: Source) -> Chunks | None:
     num_samples = len(source)
     is_list_of_integers = edges.ndim == 1 and len(edges) > 0 and edges.dtype.kind in "iu"
     if not is_list_of_integers or edges[0] != 0 or edges[-1] != num_samples:
-        raise edges_error(source, f"do not lead from 0 to {num_samples}")
+        raise _edges_error(source, f"do not lead from 0 to {num_samples}")
     if (edges[1:] <= edges[:-1]).any():
-        raise edges_error(source, "do not increase")
+        raise _edges_error(source, "do not increase")
     runs: list[tuple[int, int]] = []  # of chunks of one size, of which the last may be shorter
     for size in np.diff(edges).tolist():
         rows, chunk_rows = runs[-1] if runs else (0, 0)
@@ -92,7 +92,7 @@ def make_chunks(source: Source) -> Chunks | None:
     return Chunks(tuple(runs), slots)
 
 
-def edges_error(source: Source, problem: str) -> InputError:
+def _edges_error(source: Source, problem: str) -> InputError:
     return InputError(f"the chunk_edges of the job's {type(source).__name__} {problem}", EDGES_HINT)
 
 

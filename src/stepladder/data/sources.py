@@ -72,12 +72,12 @@ class TensorSource:
             "numbers only, in the byte order of this machine",
             (TypeError, ValueError),
         ):
-            tensors = [make_tensor(array) for array in list_columns(data)]
+            tensors = [_make_tensor(array) for array in _list_columns(data)]
         for tensor in tensors:
-            validate_tensor(tensor)
+            _validate_tensor(tensor)
         self.tensors = [tensor.detach().to(device) for tensor in tensors]
         self.device = device
-        validate_lengths(self.tensors)
+        _validate_lengths(self.tensors)
 
     def __len__(self) -> int:
         return len(self.tensors[0])
@@ -97,14 +97,14 @@ class TensorSource:
                 yield indices, parts
 
 
-def make_tensor(array: Any) -> torch.Tensor:
+def _make_tensor(array: Any) -> torch.Tensor:
     """Return a tensor or an array as a tensor, with a copy only if torch needs one."""
     if isinstance(array, np.ndarray) and min(array.strides, default=0) < 0:
         array = array.copy()
     return torch.as_tensor(array)
 
 
-def validate_tensor(tensor: torch.Tensor) -> None:
+def _validate_tensor(tensor: torch.Tensor) -> None:
     """Raise InputError for a tensor whose rows cannot be selected by index."""
     if tensor.layout == torch.strided and not tensor.is_meta and not tensor.is_nested:
         return
@@ -115,7 +115,7 @@ def validate_tensor(tensor: torch.Tensor) -> None:
     raise InputError(f"the job's data is {kind}", "dense tensors, on the CPU or a GPU")
 
 
-def validate_lengths(tensors: list[torch.Tensor]) -> None:
+def _validate_lengths(tensors: list[torch.Tensor]) -> None:
     hint = "give each one row per sample"
     if any(tensor.ndim == 0 for tensor in tensors):
         raise InputError("the data's tensors hold a single number", hint)
@@ -142,7 +142,7 @@ class StreamSource:
             batches = (
                 (indices, self._to_device(read(indices), len(indices))) for _, indices in requests
             )
-            with closing(prefetch(batches)) as prefetched:
+            with closing(_prefetch(batches)) as prefetched:
                 for batch in prefetched:
                     yield batch
                     validate_process(process, self.source)
@@ -170,28 +170,28 @@ class StreamSource:
             return {name: self._to_device(part, rows) for name, part in batch.items()}
         if isinstance(batch, (tuple, list)):
             return [self._to_device(part, rows) for part in batch]
-        problem = describe_problem(batch, rows)
+        problem = _describe_problem(batch, rows)
         if problem:
             name = type(self.source).__name__
             raise InputError(f"a batch of the job's {name} {problem}", ROWS_HINT)
-        tensor = make_tensor(batch)
+        tensor = _make_tensor(batch)
         if self.device.type == "cpu":
             return tensor
         return tensor.pin_memory().to(self.device, non_blocking=True)
 
 
-def describe_problem(part: Any, rows: int) -> str:
+def _describe_problem(part: Any, rows: int) -> str:
     """Return why a part of a batch cannot be a tensor with this number of rows; "" if it can."""
     if not isinstance(part, (np.ndarray, torch.Tensor)):
         return f"holds a {type(part).__name__}"
-    if isinstance(part, np.ndarray) and not is_tensor_type(part.dtype):
+    if isinstance(part, np.ndarray) and not _is_tensor_type(part.dtype):
         return f"holds an array of {part.dtype}"
     if part.shape[:1] != (rows,):
         return f"of {rows} samples holds an array of shape {list(part.shape)}"
     return ""
 
 
-def is_tensor_type(dtype: np.dtype[Any]) -> bool:
+def _is_tensor_type(dtype: np.dtype[Any]) -> bool:
     """Return whether torch has such numbers, in the byte order of this machine."""
     max_bytes = MAX_NUMBER_BYTES
     if dtype.kind == "c":  # of two numbers
@@ -199,7 +199,7 @@ def is_tensor_type(dtype: np.dtype[Any]) -> bool:
     return dtype.kind in TENSOR_KINDS and dtype.isnative and dtype.itemsize <= max_bytes
 
 
-def prefetch(items: Generator[Any, None, None]) -> Generator[Any, None, None]:
+def _prefetch(items: Generator[Any, None, None]) -> Generator[Any, None, None]:
     """Yield the items of a generator, which a thread runs PREFETCHED_BATCHES items ahead.
 
     Raises:
@@ -262,20 +262,20 @@ class DatasetSource:
                 if isinstance(item, PackedError):
                     item.reraise()
                 indices, batch = item
-                yield indices.numpy(), move_to_device(batch, self.device)
+                yield indices.numpy(), _move_to_device(batch, self.device)
         finally:
             if watchdog is not None:
                 watchdog.cancel()
                 stop_workers(iterator)
 
 
-def move_to_device(batch: Any, device: torch.device) -> Any:
+def _move_to_device(batch: Any, device: torch.device) -> Any:
     if isinstance(batch, torch.Tensor):
         return batch.to(device, non_blocking=True)
     if isinstance(batch, dict):
-        return {name: move_to_device(part, device) for name, part in batch.items()}
+        return {name: _move_to_device(part, device) for name, part in batch.items()}
     if isinstance(batch, (tuple, list)):
-        parts = [move_to_device(part, device) for part in batch]
+        parts = [_move_to_device(part, device) for part in batch]
         return type(batch)(*parts) if hasattr(batch, "_fields") else parts  # a named tuple
     return batch
 
@@ -303,11 +303,11 @@ def open_source(
     """
     if isinstance(data, Shards) or is_source(data):
         return StreamSource(data, device)
-    validate_not_iterable(data)
-    columns = list_columns(data)
+    _validate_not_iterable(data)
+    columns = _list_columns(data)
     if columns and all(isinstance(column, (torch.Tensor, np.ndarray)) for column in columns):
         return TensorSource(data, device)
-    if is_map_style(data):
+    if _is_map_style(data):
         return DatasetSource(data, device, seed, num_workers, collate)
     raise InputError(
         f"the job's data is a {type(data).__name__}",
@@ -316,7 +316,7 @@ def open_source(
     )
 
 
-def validate_not_iterable(data: Any) -> None:
+def _validate_not_iterable(data: Any) -> None:
     """Raise InputError for a Dataset that is read from its start to its end."""
     if not isinstance(data, IterableDataset):
         return
@@ -344,7 +344,7 @@ def is_sorted_by_length(data: Any) -> bool:
     return is_source(data) and getattr(data, "sorted_by_length", False) is True
 
 
-def list_columns(data: Any) -> list[Any]:
+def _list_columns(data: Any) -> list[Any]:
     """Return a dict's values, a tuple's or list's items, or the data itself as the only column."""
     if isinstance(data, dict):
         return list(data.values())
@@ -353,7 +353,7 @@ def list_columns(data: Any) -> list[Any]:
     return [data]
 
 
-def is_map_style(data: Any) -> bool:
+def _is_map_style(data: Any) -> bool:
     """Return whether the data is a map-style Dataset: it has a length, and `data[i]` is a sample.
 
     Not so for a string, for a tuple or dict that holds tensors (they are columns, not samples), and
@@ -367,4 +367,4 @@ def is_map_style(data: Any) -> bool:
     with as_input_error(problem, "a number of samples", (TypeError, ValueError)):
         len(data)
     has_columns = isinstance(data, (tuple, dict))
-    return not (has_columns and any(isinstance(c, torch.Tensor) for c in list_columns(data)))
+    return not (has_columns and any(isinstance(c, torch.Tensor) for c in _list_columns(data)))

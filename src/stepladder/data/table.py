@@ -84,7 +84,7 @@ class Table:
         for block in self.read(self):
             size = count_rows(block)
             if skip < size:
-                yield slice_block(block, skip, size)
+                yield _slice_block(block, skip, size)
             skip = max(0, skip - size)
 
 
@@ -134,7 +134,7 @@ def count_rows(block: Block) -> int:
     return len(first.offsets) - 1 if isinstance(first, Ragged) else len(first)
 
 
-def slice_block(block: Block, lo: int, hi: int) -> Block:
+def _slice_block(block: Block, lo: int, hi: int) -> Block:
     """Return the rows [lo, hi) of a block; the offsets of lists start at 0."""
     rows = {}
     for name, column in block.items():
@@ -150,10 +150,10 @@ def slice_block(block: Block, lo: int, hi: int) -> Block:
 def concatenate_blocks(blocks: list[Block]) -> Block:
     if len(blocks) == 1:
         return blocks[0]
-    return {name: concatenate_columns([block[name] for block in blocks]) for name in blocks[0]}
+    return {name: _concatenate_columns([block[name] for block in blocks]) for name in blocks[0]}
 
 
-def concatenate_columns(parts: list[Any]) -> Any:
+def _concatenate_columns(parts: list[Any]) -> Any:
     if not isinstance(parts[0], Ragged):
         return np.concatenate(parts)
     values = np.concatenate([part.values for part in parts])
@@ -178,8 +178,8 @@ def rechunk(blocks: Iterable[Block], rows: int) -> Iterator[Block]:
         remainder = count % rows
         end = count - remainder
         for lo in range(0, end, rows):
-            yield slice_block(joined, lo, lo + rows)
-        pending = [slice_block(joined, end, count)]
+            yield _slice_block(joined, lo, lo + rows)
+        pending = [_slice_block(joined, end, count)]
         count = remainder
     if count:
         yield concatenate_blocks(pending)

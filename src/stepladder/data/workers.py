@@ -25,7 +25,7 @@ WORKER_START_TIMEOUT_S = 30.0
 WORKER_EXIT_TIMEOUT_S = 3.0
 
 
-class WorkerFailed(RuntimeError):
+class _WorkerFailed(RuntimeError):
     """Raised in the rank when a worker's own exception cannot be pickled; it has its text."""
 
 
@@ -51,14 +51,14 @@ class PackedError:
     @staticmethod
     def pack(error: BaseException) -> PackedError:
         """Pack an exception for the rank."""
-        pickled = pickle_error(error)
+        pickled = _pickle_error(error)
         fold_traceback(error, with_note=False)  # the rank adds a note of its own
         trace = "".join(traceback.format_exception(error))
         return PackedError(pickled, type(error).__name__, get_text(error), trace)
 
     def reraise(self) -> NoReturn:
-        """Raise the exception, or WorkerFailed with its text if it could not be pickled."""
-        error: BaseException = WorkerFailed(f"{self.name}: {self.text}")
+        """Raise the exception, or _WorkerFailed with its text if it could not be pickled."""
+        error: BaseException = _WorkerFailed(f"{self.name}: {self.text}")
         with suppress(Exception):
             error = pickle.loads(self.pickled)
         if isinstance(error, InputError):
@@ -66,7 +66,7 @@ class PackedError:
         raise error from RemoteTraceback(self.trace)
 
 
-def pickle_error(error: BaseException) -> bytes:
+def _pickle_error(error: BaseException) -> bytes:
     """Return the pickled exception, or b"" if the rank could not raise it."""
     # In the rank these two would mean that the user stops the run, and that there is no more data.
     if isinstance(error, (KeyboardInterrupt, StopIteration)):

@@ -15,7 +15,7 @@ from stepladder.rank.torch_fixes_store import keep_stores_of_groups, make_store_
 BACKEND_NAME = "stepladder"
 
 
-def make_group(store: Store, rank: int, size: int, timeout: timedelta) -> SharedMemoryGroup:
+def _make_group(store: Store, rank: int, size: int, timeout: timedelta) -> SharedMemoryGroup:
     """Return a group that shares memory, for torch's registry of back ends.
 
     This is a collective: all ranks of the group must call it.
@@ -40,4 +40,4 @@ def register_backend() -> None:
     keep_stores_of_groups()
     end_threads_at_exit()
     if not hasattr(dist.Backend, BACKEND_NAME.upper()):
-        dist.Backend.register_backend(BACKEND_NAME, make_group, devices=["cpu"])
+        dist.Backend.register_backend(BACKEND_NAME, _make_group, devices=["cpu"])

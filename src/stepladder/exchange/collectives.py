@@ -110,7 +110,7 @@ class MemoryCollective(NamedTuple):
 COLLECTIVES: dict[str, MemoryCollective] = {}
 
 
-def carried_by_memory(
+def _carried_by_memory(
     title: str, options: Any, *methods: str, crosses_nodes: bool = True
 ) -> Callable[[Callable[..., Stages]], Callable[..., Stages]]:
     """Return a decorator that enters a generator function into the table.
@@ -133,8 +133,8 @@ def carried_by_memory(
 # -- the same result on all ranks ------------------------------------------------------------------
 
 
-@carried_by_memory("all_reduce", C10D.AllreduceCoalescedOptions(), "allreduce_coalesced")
-@carried_by_memory("all_reduce", C10D.AllreduceOptions(), "allreduce")
+@_carried_by_memory("all_reduce", C10D.AllreduceCoalescedOptions(), "allreduce_coalesced")
+@_carried_by_memory("all_reduce", C10D.AllreduceOptions(), "allreduce")
 def all_reduce(call: Call, tensors: Tensors) -> Stages:
     """Reduce each tensor over the ranks, in place."""
     reduction = find_reduction(call.opts.reduceOp, tensors[0].dtype)
@@ -185,7 +185,7 @@ def _reduce_to_one(
     memory.combine(flat, memory.one_row_each, len(flat), reduce_rows, kind)
 
 
-@carried_by_memory("broadcast", C10D.BroadcastOptions(), "broadcast")
+@_carried_by_memory("broadcast", C10D.BroadcastOptions(), "broadcast")
 def broadcast(call: Call, tensors: Tensors) -> Stages:
     """Send each tensor of one rank to all."""
     flats = FlatTensors()
@@ -204,7 +204,7 @@ def broadcast(call: Call, tensors: Tensors) -> Stages:
     flats.write_back()
 
 
-@carried_by_memory("all_gather", C10D.AllgatherOptions(), "allgather")
+@_carried_by_memory("all_gather", C10D.AllgatherOptions(), "allgather")
 def all_gather(call: Call, output_lists: list[Tensors], parts: Tensors) -> Stages:
     """Collect each part of all ranks into the list of outputs with the same index."""
     for outputs, part in zip(output_lists, parts, strict=True):
@@ -216,13 +216,13 @@ def all_gather(call: Call, output_lists: list[Tensors], parts: Tensors) -> Stage
     yield from _gather_to_all(call, all_outputs, parts, targets, flats)
 
 
-@carried_by_memory("all_gather", C10D.AllgatherOptions(), "allgather_coalesced")
+@_carried_by_memory("all_gather", C10D.AllgatherOptions(), "allgather_coalesced")
 def all_gather_coalesced(call: Call, output_lists: list[Tensors], parts: Tensors) -> Stages:
     """Collect several tensors of each rank, with a list of tensors for each rank."""
     yield from all_gather(call, list(map(list, zip(*output_lists, strict=True))), parts)
 
 
-@carried_by_memory(
+@_carried_by_memory(
     "_all_gather_base", C10D.AllgatherOptions(), "_allgather_base", "all_gather_single"
 )
 def all_gather_single(call: Call, output: torch.Tensor, part: torch.Tensor) -> Stages:
@@ -231,7 +231,7 @@ def all_gather_single(call: Call, output: torch.Tensor, part: torch.Tensor) -> S
         yield from all_gather_single_coalesced(call, [output], [part])
 
 
-@carried_by_memory("_all_gather_base", C10D.AllgatherOptions(), "all_gather_single_coalesced")
+@_carried_by_memory("_all_gather_base", C10D.AllgatherOptions(), "all_gather_single_coalesced")
 def all_gather_single_coalesced(call: Call, outputs: Tensors, parts: Tensors) -> Stages:
     """Collect several tensors of each rank, each into one tensor."""
     flats = FlatTensors()
@@ -265,7 +265,7 @@ def _gather_to_all(
     flats.write_back()
 
 
-@carried_by_memory("barrier", C10D.BarrierOptions(), "barrier")
+@_carried_by_memory("barrier", C10D.BarrierOptions(), "barrier")
 def barrier(call: Call) -> Stages:
     """Wait until all ranks have come here."""
     if call.opts.device is not None and call.opts.device.type != "cpu":
@@ -282,7 +282,7 @@ def barrier(call: Call) -> Stages:
 # -- a result on one rank, or in parts on all ------------------------------------------------------
 
 
-@carried_by_memory("reduce", C10D.ReduceOptions(), "reduce", crosses_nodes=False)
+@_carried_by_memory("reduce", C10D.ReduceOptions(), "reduce", crosses_nodes=False)
 def reduce(call: Call, tensors: Tensors) -> Stages:
     """Reduce a tensor over the ranks, with the result on one rank."""
     reduction = find_reduction(call.opts.reduceOp, tensors[0].dtype)
@@ -298,7 +298,7 @@ def reduce(call: Call, tensors: Tensors) -> Stages:
     flats.write_back()
 
 
-@carried_by_memory("gather", C10D.GatherOptions(), "gather", crosses_nodes=False)
+@_carried_by_memory("gather", C10D.GatherOptions(), "gather", crosses_nodes=False)
 def gather(call: Call, output_lists: list[Tensors], parts: Tensors) -> Stages:
     """Collect a tensor of each rank on one rank."""
     [part] = parts
@@ -321,7 +321,7 @@ def gather(call: Call, output_lists: list[Tensors], parts: Tensors) -> Stages:
     flats.write_back()
 
 
-@carried_by_memory("scatter", C10D.ScatterOptions(), "scatter", crosses_nodes=False)
+@_carried_by_memory("scatter", C10D.ScatterOptions(), "scatter", crosses_nodes=False)
 def scatter(call: Call, outputs: Tensors, input_lists: list[Tensors]) -> Stages:
     """Send each rank its tensor of a list that one rank has."""
     [output] = outputs
@@ -348,7 +348,7 @@ def scatter(call: Call, outputs: Tensors, input_lists: list[Tensors]) -> Stages:
 REDUCE_SCATTER = C10D.ReduceScatterOptions()
 
 
-@carried_by_memory("_reduce_scatter_base", REDUCE_SCATTER, "reduce_scatter")
+@_carried_by_memory("_reduce_scatter_base", REDUCE_SCATTER, "reduce_scatter")
 def reduce_scatter(call: Call, outputs: Tensors, input_lists: list[Tensors]) -> Stages:
     """Reduce each tensor of a list over the ranks, with one of the results on each rank."""
     [output] = outputs
@@ -357,7 +357,7 @@ def reduce_scatter(call: Call, outputs: Tensors, input_lists: list[Tensors]) -> 
         yield from _reduce_to_each(call, outputs, [list(map(get_flat, parts))])
 
 
-@carried_by_memory(
+@_carried_by_memory(
     "_reduce_scatter_base", REDUCE_SCATTER, "_reduce_scatter_base", "reduce_scatter_single"
 )
 def reduce_scatter_single(call: Call, output: torch.Tensor, tensor: torch.Tensor) -> Stages:
@@ -366,7 +366,7 @@ def reduce_scatter_single(call: Call, output: torch.Tensor, tensor: torch.Tensor
         yield from reduce_scatter_single_coalesced(call, [output], [tensor])
 
 
-@carried_by_memory("_reduce_scatter_base", REDUCE_SCATTER, "reduce_scatter_single_coalesced")
+@_carried_by_memory("_reduce_scatter_base", REDUCE_SCATTER, "reduce_scatter_single_coalesced")
 def reduce_scatter_single_coalesced(call: Call, outputs: Tensors, tensors: Tensors) -> Stages:
     """Reduce several tensors over the ranks, with a slice of each result on each rank."""
     sources = [split_evenly(get_flat(tensor), call.ranks) for tensor in tensors]
@@ -396,7 +396,7 @@ def _reduce_to_each(call: Call, outputs: Tensors, sources: list[Tensors]) -> Sta
 # -- a part of every rank for every rank -----------------------------------------------------------
 
 
-@carried_by_memory(
+@_carried_by_memory(
     "all_to_all", C10D.AllToAllOptions(), "alltoall_base", "all_to_all_single", crosses_nodes=False
 )
 def all_to_all_single(
@@ -419,7 +419,7 @@ def all_to_all_single(
     flats.write_back()
 
 
-@carried_by_memory("all_to_all", C10D.AllToAllOptions(), "alltoall", crosses_nodes=False)
+@_carried_by_memory("all_to_all", C10D.AllToAllOptions(), "alltoall", crosses_nodes=False)
 def all_to_all(call: Call, outputs: Tensors, parts: Tensors) -> Stages:
     """Send each rank its tensor of a list."""
     flats = FlatTensors()

@@ -169,7 +169,7 @@ class GroupWork(TorchWork):
         self.wait()
 
 
-class QueuedCollective:
+class _QueuedCollective:
     """A collective with one stage or several, each of which needs the result of the one before."""
 
     def __init__(self, runner: ExchangeRunner, stages: Stages, work: GroupWork) -> None:
@@ -233,7 +233,7 @@ class CollectiveQueue:
         self._uses_network = uses_network
         self._lock = threading.Lock()
         self._arrival = threading.Condition(self._lock)
-        self._waiting: deque[QueuedCollective] = deque()
+        self._waiting: deque[_QueuedCollective] = deque()
         self._thread: threading.Thread | None = None
         self._error: RuntimeError | None = None
         self._is_closed = False
@@ -243,7 +243,7 @@ class CollectiveQueue:
         """Start a collective, and finish it if all peers arrive soon.
 
         Args:
-            stages: Its stages, as of `QueuedCollective`.
+            stages: Its stages, as of `_QueuedCollective`.
             work: The collective's work.
             is_async: Whether the caller continues before the result is there.
 
@@ -257,7 +257,7 @@ class CollectiveQueue:
         with self._lock:
             if self._error is not None:
                 raise RuntimeError(str(self._error))
-            collective = QueuedCollective(self._runner, stages, work)
+            collective = _QueuedCollective(self._runner, stages, work)
             runs_later = bool(self._waiting) or (is_async and self._uses_network)
             if runs_later or not self._run_here(collective, is_async):
                 collective.remember_caller()
@@ -267,7 +267,7 @@ class CollectiveQueue:
             work.wait()
         return work
 
-    def _run_here(self, collective: QueuedCollective, is_async: bool) -> bool:
+    def _run_here(self, collective: _QueuedCollective, is_async: bool) -> bool:
         """Run a collective in the caller's thread; return whether it has ended."""
         until = perf_counter() + MAX_CALLER_WAIT_S if is_async else math.inf
         try:
@@ -297,7 +297,7 @@ class CollectiveQueue:
                 self._waiting.popleft()
             collective.work.end(error)
 
-    def _await_next(self) -> QueuedCollective | None:
+    def _await_next(self) -> _QueuedCollective | None:
         """Return the collective that is next; None if this thread has nothing more to run."""
         with self._lock:
             while self._thread is threading.current_thread():
@@ -308,7 +308,7 @@ class CollectiveQueue:
                 self._arrival.wait()
         return None
 
-    def _run(self, collective: QueuedCollective) -> RuntimeError | None:
+    def _run(self, collective: _QueuedCollective) -> RuntimeError | None:
         """Run a collective to its end; return the error if it fails."""
         try:
             collective.advance()

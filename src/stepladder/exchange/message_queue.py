@@ -36,7 +36,7 @@ Receivers = list[ReceivedMessage]  # calls of `recv` to which no message has com
 Endings = list[Ending]
 
 
-class Lane:
+class _Lane:
     """The messages between this rank and one peer."""
 
     def __init__(self, memory: ExchangeRunner, peer: int) -> None:
@@ -147,7 +147,7 @@ class MessageQueue:
         self._names = memory.names
         self._rank = memory.rank
         self._waiter = memory.waiter
-        self._lanes = {peer: Lane(memory, peer) for peer in memory.peers}
+        self._lanes = {peer: _Lane(memory, peer) for peer in memory.peers}
         self._receivers: Receivers = []
         self._endings: Endings = []
         self._lock = threading.Lock()

@@ -41,7 +41,7 @@ class PeerMessage(GroupWork):
         self.peers = peers
         self.tag = tag
         self.verb = verb
-        self.data = get_bytes(tensor)  # the bytes that are sent or overwritten
+        self.data = _get_bytes(tensor)  # the bytes that are sent or overwritten
         self._timeout = timeout
         self._give_up = give_up
 
@@ -172,7 +172,7 @@ class Arrival:
         self.taker = taker
 
 
-def get_bytes(tensor: torch.Tensor) -> torch.Tensor:
+def _get_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return the bytes of a tensor that lies in one row, to be read or written."""
     size = tensor.numel() * tensor.element_size()
     begin = tensor.storage_offset() * tensor.element_size()

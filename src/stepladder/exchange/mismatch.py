@@ -30,7 +30,7 @@ def describe_call(formats: Sequence[MessageFormat], caller: Frame | None) -> str
         formats: The format of each message of the exchange.
         caller: The user's call, None if it is not known.
     """
-    parts = list(map(describe_message, formats[:MAX_MESSAGES_NAMED]))
+    parts = list(map(_describe_message, formats[:MAX_MESSAGES_NAMED]))
     remaining = len(formats) - len(parts)
     if remaining:
         parts.append(f"{remaining} more")
@@ -38,7 +38,7 @@ def describe_call(formats: Sequence[MessageFormat], caller: Frame | None) -> str
     return text if caller is None else f"{text} in {caller}"
 
 
-def describe_message(message: MessageFormat) -> str:
+def _describe_message(message: MessageFormat) -> str:
     """Return in words what a rank contributes to a collective."""
     if not message.row_length or " of " in message.kind:
         return message.kind

@@ -99,7 +99,7 @@ class NodeNetwork:
             timeout: How long to wait for each.
 
         Raises:
-            NetworkError: One of them has failed, or has not ended in time.
+            _NetworkError: One of them has failed, or has not ended in time.
         """
         if not self.is_leader:
             return
@@ -107,7 +107,7 @@ class NodeNetwork:
             for work in start():
                 wait_for_collective(work, timeout, self.find_loss)
         except RuntimeError as error:
-            raise NetworkError(f"another machine does not answer: {error}") from None
+            raise _NetworkError(f"another machine does not answer: {error}") from None
 
     # -- a loss ------------------------------------------------------------------------------------
 
@@ -158,7 +158,7 @@ class NodeNetwork:
         """
         # After a mismatch ranks end of themselves.
         lost = None if isinstance(error, CallMismatch) else await_loss(waiter, self)
-        if lost is None and isinstance(error, NetworkError):  # which leaders alone raise
+        if lost is None and isinstance(error, _NetworkError):  # which leaders alone raise
             waiter.leave_group(OTHER_MACHINE)
         elif self.is_leader:
             waiter.leave_group(lost)
@@ -216,5 +216,5 @@ def await_loss(waiter: PeerWaiter, network: NodeNetwork | None) -> int | None:
         time.sleep(LOSS_POLL_S)
 
 
-class NetworkError(RuntimeError):
+class _NetworkError(RuntimeError):
     """The leader of another machine cannot be reached, or did not answer in time."""

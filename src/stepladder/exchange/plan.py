@@ -74,7 +74,7 @@ class ExchangePlanner:
         for index, message_format in enumerate(formats):
             if message_format.arena_offset:
                 continue
-            column_bytes = count_column_bytes(message_format)
+            column_bytes = _count_column_bytes(message_format)
             lo = 0
             while lo < message_format.row_length:
                 remaining = message_format.row_length - lo
@@ -102,7 +102,7 @@ class ExchangePlanner:
     def _choose_halves(self, formats: tuple[MessageFormat, ...]) -> Halves:
         """Return the small halves if all messages fit into one exchange, else the large ones."""
         needed_bytes = sum(
-            round_up_to_cache_line(message.row_length * count_column_bytes(message))
+            round_up_to_cache_line(message.row_length * _count_column_bytes(message))
             for message in formats
             if not message.arena_offset
         )
@@ -148,7 +148,7 @@ class ExchangePlanner:
         ]
 
 
-def count_column_bytes(message_format: MessageFormat) -> int:
+def _count_column_bytes(message_format: MessageFormat) -> int:
     """Return the bytes that one column of a message takes in a slot."""
     return max(message_format.rows_per_rank) * message_format.dtype.itemsize
 

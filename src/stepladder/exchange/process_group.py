@@ -39,7 +39,7 @@ MAX_WHOLE_BYTES = 1 << 14
 
 
 @cache
-def announce_transport(obstacle: str, machines: int) -> None:
+def _announce_transport(obstacle: str, machines: int) -> None:
     """Print once how the ranks exchange tensors in the host's memory."""
     if torch.cuda.is_available():
         return  # most tensors are on GPUs, and are NCCL's
@@ -143,7 +143,7 @@ class SharedMemoryGroup(TorchGroup):  # type: ignore[misc]
     def _announce(self, gloo: ProcessGroupGloo, machines: int) -> None:
         is_default = not gloo.options.global_ranks_in_group
         if self._announces and is_default and self.rank() == 0 and self.size() > 1:
-            announce_transport(self.obstacle, machines)
+            _announce_transport(self.obstacle, machines)
 
     def split_group(self, *args: Any, **options: Any) -> Any:
         """Return a group of some of the ranks, which has torch's back ends alone.

@@ -12,7 +12,7 @@ EXIT_TIMEOUT_S = 5.0
 
 
 class QueueThread(threading.Thread):
-    """The thread of a queue; `end_threads` ends it before the interpreter does."""
+    """The thread of a queue; `_end_threads` ends it before the interpreter does."""
 
     def __init__(self, run: Callable[[], None], leave: Callable[[], None], name: str) -> None:
         """Create the thread.
@@ -31,7 +31,7 @@ class QueueThread(threading.Thread):
         self.leave = lambda: None  # the queue would keep the memory alive
 
 
-def end_threads() -> None:
+def _end_threads() -> None:
     """End the threads that may be inside of torch.
 
     A thread that returns from torch's C++ while the interpreter ends aborts the process.
@@ -45,6 +45,6 @@ def end_threads() -> None:
 
 
 def end_threads_at_exit() -> None:
-    """Call `end_threads` at the end of this process, from now on."""
+    """Call `_end_threads` at the end of this process, from now on."""
     keep_backward_context_from_gloo()
-    atexit.register(end_threads)
+    atexit.register(_end_threads)

@@ -27,7 +27,7 @@ MAX_VALUE_BYTES = 1024  # of what a rank tells the others at a time
 
 
 @dataclass(frozen=True)
-class Participant:
+class _Participant:
     """What one rank tells the others before they share memory.
 
     Args:
@@ -41,16 +41,16 @@ class Participant:
     obstacle: str = ""
 
     @staticmethod
-    def of_this_process(obstacle: str) -> Participant:
+    def of_this_process(obstacle: str) -> _Participant:
         """Return what this process tells the others."""
         machine = ""
         with suppress(OSError):
             machine = f"{BOOT_ID.read_text(encoding='utf-8').strip()} {PID_NAMESPACE.readlink()}"
-        return Participant(machine, os.getpid(), obstacle or _find_obstacle())
+        return _Participant(machine, os.getpid(), obstacle or _find_obstacle())
 
 
 @dataclass(frozen=True)
-class Rendezvous:
+class _Rendezvous:
     """The result of a rendezvous: what the ranks of a group have agreed on.
 
     Args:
@@ -66,7 +66,7 @@ class Rendezvous:
     pids: tuple[int, ...] = ()
 
 
-def share_memory(gloo: Any, rank: int, ranks: int, obstacle: str = "") -> Rendezvous:
+def share_memory(gloo: Any, rank: int, ranks: int, obstacle: str = "") -> _Rendezvous:
     """Let the ranks of each machine share memory, if all of them can.
 
     This is a collective: all ranks of the group must call it.
@@ -81,13 +81,13 @@ def share_memory(gloo: Any, rank: int, ranks: int, obstacle: str = "") -> Rendez
         What they have agreed on, which is the same on all ranks but for the mapping.
     """
     if ranks == 1:
-        return Rendezvous()
-    own = asdict(Participant.of_this_process(obstacle))
-    participants = [Participant(**peer) for peer in _gather(gloo, ranks, own)]
-    nodes = find_nodes([participant.machine for participant in participants])
+        return _Rendezvous()
+    own = asdict(_Participant.of_this_process(obstacle))
+    participants = [_Participant(**peer) for peer in _gather(gloo, ranks, own)]
+    nodes = _find_nodes([participant.machine for participant in participants])
     obstacles = [*(peer.obstacle for peer in participants), _find_obstacle_of_nodes(nodes)]
     if any(obstacles):
-        return Rendezvous(next(filter(None, obstacles)))
+        return _Rendezvous(next(filter(None, obstacles)))
     node = next(node for node in nodes if rank in node)
     maker = node[0]
     segment: OpenFile | None = None
@@ -103,9 +103,9 @@ def share_memory(gloo: Any, rank: int, ranks: int, obstacle: str = "") -> Rendez
     if segment is not None:
         segment.close()
     if any(obstacles):
-        return Rendezvous(next(filter(None, obstacles)))
+        return _Rendezvous(next(filter(None, obstacles)))
     pids = tuple(participant.pid for participant in participants)
-    return Rendezvous("", memory, nodes, pids)
+    return _Rendezvous("", memory, nodes, pids)
 
 
 def _gather(gloo: Any, ranks: int, value: Any) -> list[Any]:
@@ -117,7 +117,7 @@ def _gather(gloo: Any, ranks: int, value: Any) -> list[Any]:
     return [json.loads(value.numpy().tobytes()) for value in values]
 
 
-def find_nodes(machines: list[str]) -> tuple[tuple[int, ...], ...]:
+def _find_nodes(machines: list[str]) -> tuple[tuple[int, ...], ...]:
     """Return the ranks of each machine, given the machine of each rank."""
     nodes: dict[str, list[int]] = {}
     for rank, machine in enumerate(machines):

@@ -79,7 +79,7 @@ def count_elements(tensor: torch.Tensor, splits: Sequence[int], ranks: int) -> l
     return [tensor.numel() // ranks] * ranks
 
 
-def get_data(tensor: torch.Tensor) -> torch.Tensor:
+def _get_data(tensor: torch.Tensor) -> torch.Tensor:
     """Return the numbers of a tensor, for code that writes to them.
 
     Autograd does not see what is written, as it does not see what gloo writes. Inference tensors
@@ -102,7 +102,7 @@ class FlatTensors:
 
     def add(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a flat tensor whose numbers are those of a tensor after `write_back`."""
-        data = get_data(tensor)
+        data = _get_data(tensor)
         if data.ndim == 1 and data.stride(0):
             return data
         flat = data.contiguous().view(-1)
@@ -123,5 +123,5 @@ class FlatTensors:
 
 def get_flat(tensor: torch.Tensor) -> torch.Tensor:
     """Return the numbers of a tensor, for code that only reads them, in one row."""
-    data = get_data(tensor)
+    data = _get_data(tensor)
     return data if data.ndim == 1 else data.reshape(-1)

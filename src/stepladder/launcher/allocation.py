@@ -210,9 +210,9 @@ def start_elsewhere(
     """
     end_with_stdin()
     if not (hosts or topology.nodes):
-        topology = find_nodes_of_cluster() or topology
+        topology = _find_nodes_of_cluster() or topology
     if topology.hosts and not hosts:
-        return run_on_cluster_hosts(arguments, ssh, topology)
+        return _run_on_cluster_hosts(arguments, ssh, topology)
     if hosts:
         from stepladder.launcher.ssh import run_on_hosts  # late: asyncio, for --hosts alone
 
@@ -226,7 +226,7 @@ def start_elsewhere(
         raise InputError(
             f"SLURM_JOB_ID={allocation.job}, but there is no srun here", "unset SLURM_JOB_ID"
         )
-    validate_job_is_alive(allocation.job)
+    _validate_job_is_alive(allocation.job)
     address = find_first_node_address(allocation.nodelist) if nodes[1] > 1 else ""
     if arguments[0] == "run" and nodes[1] > 1:
         # srun passes it to the agents of all nodes. `train` has a secret in its run directory.
@@ -235,7 +235,7 @@ def start_elsewhere(
     _exec_srun(command, allocation.job)
 
 
-def find_nodes_of_cluster() -> Topology | None:
+def _find_nodes_of_cluster() -> Topology | None:
     """Return the nodes of the job of another batch system in which this process runs, if any."""
     if not os.environ.get(CLUSTER_VARIABLE) or find_launcher(os.environ) is not None:
         return None
@@ -244,7 +244,7 @@ def find_nodes_of_cluster() -> Topology | None:
     return open_cluster().allocation(os.environ)
 
 
-def run_on_cluster_hosts(arguments: Sequence[str], ssh: str, topology: Topology) -> int:
+def _run_on_cluster_hosts(arguments: Sequence[str], ssh: str, topology: Topology) -> int:
     """Run the command on the hosts that a cluster has given, and return the exit code."""
     from stepladder.launcher.ssh import run_on_hosts  # late: asyncio
 
@@ -257,7 +257,7 @@ def run_on_cluster_hosts(arguments: Sequence[str], ssh: str, topology: Topology)
     return run_on_hosts([name, *flags, *command_arguments], topology.hosts, ssh, topology)
 
 
-def validate_job_is_alive(job: int) -> None:
+def _validate_job_is_alive(job: int) -> None:
     """Raise InputError for a job that has ended or is unknown, for which srun prints many lines."""
     from stepladder.slurm.client import parse_field, run_slurm  # late: most runs are in no job
 

@@ -107,7 +107,7 @@ def start(request: TrainRequest, launch: Launch) -> int:
 
 
 @dataclass(frozen=True)
-class Placement:
+class _Placement:
     """The processes of a run, as far as this process knows them.
 
     Args:
@@ -133,7 +133,7 @@ class Placement:
         return not self.is_on_nodes and self.world.world_size == 1 and self.max_nproc == 1
 
 
-def _place_ranks(request: TrainRequest, launch: Launch) -> Placement:
+def _place_ranks(request: TrainRequest, launch: Launch) -> _Placement:
     """Return the processes of the run, after checking that the settings allow them."""
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", GOMP_SPIN_COUNT)
@@ -149,28 +149,28 @@ def _place_ranks(request: TrainRequest, launch: Launch) -> Placement:
     world = World() if is_on_nodes else World.detect()
     if world.is_first:
         record_trained_job(request.job)
-    validate_nproc(launch.topology.nproc, world)
+    _validate_nproc(launch.topology.nproc, world)
     max_ranks = max(world.world_size, nodes[1] * max_nproc)
-    validate_fail_at(request.settings.fail_at, max_ranks)
+    _validate_fail_at(request.settings.fail_at, max_ranks)
     request.settings.validate_shard_copies(max_ranks)
-    return Placement(world, nodes, min_nproc, max_nproc)
+    return _Placement(world, nodes, min_nproc, max_nproc)
 
 
-def _start_ranks(request: TrainRequest, launch: Launch, placement: Placement) -> int:
+def _start_ranks(request: TrainRequest, launch: Launch, placement: _Placement) -> int:
     """Train in several ranks, and return the exit code. A rank of another launcher ends here."""
     if placement.is_on_nodes:
-        return run_job_node(request, launch, placement.nodes, placement.max_nproc)
+        return _run_job_node(request, launch, placement.nodes, placement.max_nproc)
     if placement.world.world_size > 1:
         # Set before torch is loaded: for ranks that do not come it prints a page of C++ frames.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         validate_limits()
         start_self_monitor(placement.world, launch.explain_after)
         run_and_exit(train_rank, request)
-    group = make_job_group(request, launch, placement.max_nproc)
+    group = _make_job_group(request, launch, placement.max_nproc)
     return run_local(group, placement.max_nproc, launch.restarts, placement.min_nproc)
 
 
-def validate_nproc(nproc: str, world: World) -> None:
+def _validate_nproc(nproc: str, world: World) -> None:
     """Raise InputError where --nproc contradicts the launcher that started this process."""
     if world.world_size > 1 and nproc not in ("", "1", str(world.ranks_per_node)):
         raise InputError(
@@ -179,7 +179,7 @@ def validate_nproc(nproc: str, world: World) -> None:
         )
 
 
-def validate_fail_at(places: Iterable[tuple[int, int]], rank_count: int) -> None:
+def _validate_fail_at(places: Iterable[tuple[int, int]], rank_count: int) -> None:
     """Raise InputError where --fail-at names a rank that does not exist."""
     for rank, step in places:
         if rank >= rank_count:
@@ -196,7 +196,7 @@ def train_rank(request: TrainRequest) -> int:
     return train_file(request)
 
 
-def make_job_group(
+def _make_job_group(
     request: TrainRequest, launch: Launch, nproc: int, may_join: bool = False
 ) -> LocalGroup:
     """Make a group of ranks that train a job.
@@ -222,7 +222,7 @@ def make_job_group(
     return LocalGroup(partial(train_rank, request), threads, limits, spec)
 
 
-def run_job_node(request: TrainRequest, launch: Launch, nodes: tuple[int, int], nproc: int) -> int:
+def _run_job_node(request: TrainRequest, launch: Launch, nodes: tuple[int, int], nproc: int) -> int:
     """Run this machine's part of a job on several nodes.
 
     Args:
@@ -235,7 +235,7 @@ def run_job_node(request: TrainRequest, launch: Launch, nodes: tuple[int, int], 
         The exit code, when all nodes have ended.
     """
     settings = request.settings
-    validate_node_environment(launch.topology, settings)
+    _validate_node_environment(launch.topology, settings)
     # Imported late for psutil, which `train --help` does not need.
     from stepladder.launcher.nodes.run_dir_rendezvous import RunDirRendezvous
 
@@ -253,14 +253,14 @@ def run_job_node(request: TrainRequest, launch: Launch, nodes: tuple[int, int], 
     node_settings = replace(settings, fresh=False, most_ranks=nodes[1] * nproc, lock_wait=lock_wait)
     is_on_cpu = settings.device == "cpu" or not count_gpus()  # on GPUs, all ranks restart
     request = replace(request, settings=node_settings)
-    group = make_job_group(request, launch, nproc, may_join=is_on_cpu)
+    group = _make_job_group(request, launch, nproc, may_join=is_on_cpu)
     with open_local_node(group, nproc, launch.restarts) as node:
         from stepladder.launcher.nodes.launch import train_on_nodes  # torchelastic imports torch
 
         return train_on_nodes(node, rendezvous, nodes)
 
 
-def validate_node_environment(topology: Topology, settings: Settings) -> None:
+def _validate_node_environment(topology: Topology, settings: Settings) -> None:
     """Raise InputError where this process cannot be the agent of one of several nodes."""
     if "RANK" in os.environ:
         raise InputError(

@@ -51,7 +51,7 @@ class RankFailed(RuntimeError):
 
 
 @dataclass(frozen=True)
-class CallFiles:
+class _CallFiles:
     """The paths of a call's files, which its launcher and its ranks open.
 
     Args:
@@ -67,7 +67,7 @@ class CallFiles:
 
 
 @dataclass(frozen=True)
-class FunctionCall(Script):
+class _FunctionCall(Script):
     """A function in a file, which the ranks run in place of a script.
 
     Args:
@@ -80,7 +80,7 @@ class FunctionCall(Script):
         """Call the function, and write its value or its exception to the rank's file."""
         self.become_main()
         refuse_separate_training("launch(..., independent=True)")
-        files = CallFiles(**json.loads(self.name))
+        files = _CallFiles(**json.loads(self.name))
         result_file = Path(files.results[int(os.environ["RANK"])])
         sys.path[:], call = pickle.loads(Path(files.call).read_bytes())
         function, args = cloudpickle.loads(call)
@@ -94,7 +94,7 @@ class FunctionCall(Script):
         return 0
 
 
-def write_failure(path: str, failure: Failure) -> None:
+def _write_failure(path: str, failure: Failure) -> None:
     """Write a failure to a file, for the caller to raise, and print nothing."""
     trace = failure.error.trace if isinstance(failure, Raised) else ""
     text = "\n".join(filter(None, [failure.text, failure.cause, trace]))
@@ -134,15 +134,15 @@ def launch(
     names = ["call", "failure", *(f"rank {rank}" for rank in range(rank_count))]
     memory_files = [MemoryFile(name) for name in names]  # each is closed with its object
     call_path, failure_path, *result_paths = [str(file.path) for file in memory_files]
-    files = CallFiles(call_path, failure_path, result_paths)
+    files = _CallFiles(call_path, failure_path, result_paths)
     Path(call_path).write_bytes(pickle.dumps((sys.path, cloudpickle.dumps((function, args)))))
-    code = run_launcher(files, rank_count, timeout, independent)
+    code = _run_launcher(files, rank_count, timeout, independent)
     if code:
-        raise read_failure(files, code)
-    return [read_pickle(path, (None, None))[0] for path in result_paths]
+        raise _read_failure(files, code)
+    return [_read_pickle(path, (None, None))[0] for path in result_paths]
 
 
-def run_launcher(files: CallFiles, rank_count: int, timeout: float, independent: bool) -> int:
+def _run_launcher(files: _CallFiles, rank_count: int, timeout: float, independent: bool) -> int:
     """Run the launcher process, print its output, and return its exit code."""
     package_parent = str(Path(__file__).parents[2])
     users_path = os.environ.get("PYTHONPATH", "")
@@ -170,7 +170,7 @@ def run_launcher(files: CallFiles, rank_count: int, timeout: float, independent:
     return launcher.returncode
 
 
-def read_failure(files: CallFiles, code: int) -> RankFailed | InputError:
+def _read_failure(files: _CallFiles, code: int) -> RankFailed | InputError:
     """Return the exception for the caller.
 
     Args:
@@ -178,14 +178,14 @@ def read_failure(files: CallFiles, code: int) -> RankFailed | InputError:
         code: The launcher's exit code, for a launcher that has written no failure.
     """
     text = f"the launcher ended with exit code {code}"
-    failure: RankFailed | InputError = read_pickle(files.failure, RankFailed(text))
+    failure: RankFailed | InputError = _read_pickle(files.failure, RankFailed(text))
     if isinstance(failure, RankFailed) and failure.rank is not None:
         with suppress(Exception):  # its class may be missing here: the text has its name
-            _, failure.__cause__ = read_pickle(files.results[failure.rank], (None, None))
+            _, failure.__cause__ = _read_pickle(files.results[failure.rank], (None, None))
     return failure
 
 
-def read_pickle(path: str, default: Any) -> Any:
+def _read_pickle(path: str, default: Any) -> Any:
     """Return the object in a file, or `default` if the file is empty."""
     data = Path(path).read_bytes()
     return cloudpickle.loads(data) if data else default
@@ -194,14 +194,14 @@ def read_pickle(path: str, default: Any) -> Any:
 def main(files_json: str, timeout: str) -> int:
     """Run the ranks in the launcher process, and return its exit code."""
     end_with_stdin()
-    files = CallFiles(**json.loads(files_json))
+    files = _CallFiles(**json.loads(files_json))
     rank_count = len(files.results)
     group = make_script_group(
-        FunctionCall(files_json),
+        _FunctionCall(files_json),
         Options(timeout=float(timeout)),
         rank_count,
         alone=rank_count == 1,
-        report_failure=partial(write_failure, files.failure),
+        report_failure=partial(_write_failure, files.failure),
     )
     try:
         return run_local(group, rank_count)

@@ -103,8 +103,8 @@ class Options:
         Raises:
             InputError: A flag's value is invalid.
         """
-        explain_after = choose_explain_after(flags["explain_after"], flags["end_after"])
-        validate_backend(flags["rdzv_backend"])
+        explain_after = _choose_explain_after(flags["explain_after"], flags["end_after"])
+        _validate_backend(flags["rdzv_backend"])
         max_restarts = flags["max_restarts"]
         if max_restarts is None:
             max_restarts = ELASTIC_MAX_RESTARTS if elastic else 0
@@ -118,14 +118,14 @@ class Options:
         parsed = {
             "max_restarts": max_restarts,
             "log_dir": log_dir,
-            "local_ranks": parse_local_ranks(local_ranks) if local_ranks else None,
-            "redirects": parse_streams("--redirects", flags["redirects"]),
-            "tee": parse_streams("--tee", flags["tee"]),
+            "local_ranks": _parse_local_ranks(local_ranks) if local_ranks else None,
+            "redirects": _parse_streams("--redirects", flags["redirects"]),
+            "tee": _parse_streams("--tee", flags["tee"]),
             "run_id": flags["rdzv_id"],
-            "signals": parse_signals(flags["signals_to_handle"]),
+            "signals": _parse_signals(flags["signals_to_handle"]),
             "explain_after": explain_after,
             "backend": flags["rdzv_backend"],
-            "conf": parse_rendezvous_conf(flags["rdzv_conf"]),
+            "conf": _parse_rendezvous_conf(flags["rdzv_conf"]),
         }
         return Options(**(as_typed | parsed))
 
@@ -153,7 +153,7 @@ class Options:
         return self.local_ranks is None or local_rank in self.local_ranks
 
 
-def choose_explain_after(explain_after: float | None, end_after: float | None) -> float | None:
+def _choose_explain_after(explain_after: float | None, end_after: float | None) -> float | None:
     """Return --explain-after, whose default depends on --end-after.
 
     Raises:
@@ -172,7 +172,7 @@ def choose_explain_after(explain_after: float | None, end_after: float | None) -
     return explain_after
 
 
-def parse_local_ranks(text: str) -> frozenset[int]:
+def _parse_local_ranks(text: str) -> frozenset[int]:
     """Return the local ranks of a list such as 0,1.
 
     Raises:
@@ -187,7 +187,7 @@ def parse_local_ranks(text: str) -> frozenset[int]:
     return frozenset(rank for rank in ranks if rank is not None)
 
 
-def parse_streams(flag: str, text: str) -> dict[int, int]:
+def _parse_streams(flag: str, text: str) -> dict[int, int]:
     """Return the streams by local rank, -1 for all.
 
     Args:
@@ -212,7 +212,7 @@ def parse_streams(flag: str, text: str) -> dict[int, int]:
     return streams
 
 
-def parse_signals(text: str) -> tuple[signal.Signals, ...]:
+def _parse_signals(text: str) -> tuple[signal.Signals, ...]:
     """Return the signals of a list of names.
 
     Raises:
@@ -231,7 +231,7 @@ def parse_signals(text: str) -> tuple[signal.Signals, ...]:
     return tuple(signal.Signals[name] for name in names)
 
 
-def validate_backend(name: str) -> None:
+def _validate_backend(name: str) -> None:
     """Raise InputError for a rendezvous back end that `run` does not support."""
     if name and name not in RENDEZVOUS_BACKENDS:
         raise InputError(
@@ -240,7 +240,7 @@ def validate_backend(name: str) -> None:
         )
 
 
-def parse_rendezvous_conf(text: str) -> dict[str, str]:
+def _parse_rendezvous_conf(text: str) -> dict[str, str]:
     """Return the settings of --rdzv-conf.
 
     Raises:
@@ -257,11 +257,11 @@ def parse_rendezvous_conf(text: str) -> dict[str, str]:
             )
         conf[name.strip()] = value.strip()
     for name, value in conf.items():
-        validate_rendezvous_setting(name, value)
+        _validate_rendezvous_setting(name, value)
     return conf
 
 
-def validate_rendezvous_setting(name: str, value: str) -> None:
+def _validate_rendezvous_setting(name: str, value: str) -> None:
     """Raise InputError where a setting of --rdzv-conf is unknown, or its value is invalid."""
     if name not in CONF_KEYS:
         raise InputError(
@@ -335,9 +335,9 @@ class RendezvousSpec:
                 f"--nodes {topology.nodes} without an address to meet at",
                 "--rdzv-endpoint HOST:PORT, a host that is one of them",
             )
-        is_static = is_static_rendezvous(options, topology)
+        is_static = _is_static_rendezvous(options, topology)
         if is_static:
-            validate_node_rank(options.node_rank, topology, nodes)
+            _validate_node_rank(options.node_rank, topology, nodes)
         host, port = address.parse_endpoint(endpoint)
         flag = "--rdzv-endpoint" if topology.endpoint else "--master-addr"
         address.wait_for_name(flag, host, options.timeout)
@@ -357,14 +357,14 @@ class RendezvousSpec:
         )
 
 
-def is_static_rendezvous(options: Options, topology: Topology) -> bool:
+def _is_static_rendezvous(options: Options, topology: Topology) -> bool:
     """Return whether --node-rank numbers the nodes, and --master-addr says where they meet."""
     if options.backend:
         return options.backend == "static"
     return options.node_rank is not None and not topology.endpoint
 
 
-def validate_node_rank(node_rank: int | None, topology: Topology, nodes: tuple[int, int]) -> None:
+def _validate_node_rank(node_rank: int | None, topology: Topology, nodes: tuple[int, int]) -> None:
     """Raise InputError where --node-rank is missing, or is not one of a fixed number of nodes."""
     if node_rank is None or nodes[0] < nodes[1]:
         raise InputError(

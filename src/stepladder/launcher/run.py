@@ -56,7 +56,7 @@ def make_script_group(
     os.environ["PYTHONUNBUFFERED"] = "1"
     spec = GroupSpec(
         preload_modules=SCRIPT_PRELOAD_MODULES if script.imports_torch else (),
-        make_environment=lambda env: torchrun_variables(options, env) | (variables or {}),
+        make_environment=lambda env: _torchrun_variables(options, env) | (variables or {}),
         output=Output(not alone, options.log_dir, options.is_shown),
         stop_signals=(*options.signals, *TRAINING_STOP_SIGNALS),
         stop_timeout=lambda: options.shutdown_timeout,
@@ -67,7 +67,7 @@ def make_script_group(
     return LocalGroup(script.work, max(1, count_cores() // nproc), limits, spec)
 
 
-def torchrun_variables(options: Options, env: dict[str, str]) -> dict[str, str]:
+def _torchrun_variables(options: Options, env: dict[str, str]) -> dict[str, str]:
     """Return the environment variables of a rank, completed by those that torchrun sets.
 
     Args:
@@ -91,11 +91,11 @@ def torchrun_variables(options: Options, env: dict[str, str]) -> dict[str, str]:
     if options.master_port is not None and env["GROUP_WORLD_SIZE"] == "1":
         env["MASTER_PORT"] = str(options.master_port)
     if options.virtual_local_rank:
-        env |= make_single_gpu_variables(int(env["LOCAL_RANK"]))
+        env |= _make_single_gpu_variables(int(env["LOCAL_RANK"]))
     return env
 
 
-def make_single_gpu_variables(local_rank: int) -> dict[str, str]:
+def _make_single_gpu_variables(local_rank: int) -> dict[str, str]:
     """Return variables with which a rank sees one GPU, as its first."""
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     has_list = local_rank < len(gpus) > 1
@@ -118,11 +118,11 @@ def prepare_run(script: Script, options: Options, topology: Topology) -> Callabl
     if nodes[1] > 1:
         read_env_number(os.environ, "MASTER_PORT", 0, MAX_PORT)  # torch reads it too
         spec = RendezvousSpec.from_options(options, topology, nodes)
-        return partial(run_script_node, script, options, spec, nproc[1])
+        return partial(_run_script_node, script, options, spec, nproc[1])
     has_topology = bool(topology.nodes or topology.nproc)
     world = World() if has_topology or "RANK" in os.environ else World.detect()
     if world.world_size > 1:
-        return partial(exec_rank, script, world, options.explain_after)
+        return partial(_exec_rank, script, world, options.explain_after)
     port = options.master_port
     if port is not None and not can_bind("", port):
         raise InputError(
@@ -132,7 +132,7 @@ def prepare_run(script: Script, options: Options, topology: Topology) -> Callabl
     return lambda: run_local(group, nproc[1], options.max_restarts, nproc[0])
 
 
-def run_script_node(script: Script, options: Options, spec: RendezvousSpec, nproc: int) -> int:
+def _run_script_node(script: Script, options: Options, spec: RendezvousSpec, nproc: int) -> int:
     """Run this node's part of a script on several nodes, and return the exit code."""
     group = make_script_group(script, options, nproc, alone=False)
     with open_local_node(group, nproc, options.max_restarts) as node:
@@ -141,7 +141,7 @@ def run_script_node(script: Script, options: Options, spec: RendezvousSpec, npro
         return run_on_nodes(node, spec)
 
 
-def exec_rank(script: Script, world: World, explain_after: float | None) -> int:
+def _exec_rank(script: Script, world: World, explain_after: float | None) -> int:
     """Become a rank that `srun -n N stepladder run SCRIPT` has started.
 
     The script reads torchrun's variables, which Slurm does not set.

@@ -118,7 +118,7 @@ class Script:
 
     def become_main(self) -> None:
         """Make a forked process look like a new interpreter."""
-        EXIT_CALLBACKS.append(end_interpreter)
+        EXIT_CALLBACKS.append(_end_interpreter)
         os.setsid()  # Ctrl-C in a terminal reaches the launcher alone, which forwards it once
         signal.signal(signal.SIGINT, signal.default_int_handler)
         multiprocessing.current_process().name = "MainProcess"  # some scripts log only there
@@ -190,7 +190,7 @@ def exec_program(command: list[str]) -> NoReturn:
         os.execvp(command[0], command)
 
 
-def end_interpreter() -> None:
+def _end_interpreter() -> None:
     """Do what Python does at its end, which a forked rank does not reach by itself."""
     with suppress(BaseException):
         threading._shutdown()  # type: ignore[attr-defined]

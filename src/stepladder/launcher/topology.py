@@ -122,7 +122,7 @@ class Topology:
         )
 
 
-def read_runpod(env: Mapping[str, str]) -> Topology | None:
+def _read_runpod(env: Mapping[str, str]) -> Topology | None:
     """Return the nodes of a RunPod cluster, on each of which the same command is started."""
     if "PRIMARY_ADDR" not in env or env.get("NUM_NODES", "1") == "1":
         return None
@@ -137,7 +137,7 @@ def read_runpod(env: Mapping[str, str]) -> Topology | None:
     )
 
 
-def read_skypilot(env: Mapping[str, str]) -> Topology | None:
+def _read_skypilot(env: Mapping[str, str]) -> Topology | None:
     """Return the nodes of a SkyPilot task, on each of which the same command is started."""
     gpus_name = "SKYPILOT_NUM_GPUS_PER_NODE"
     addresses = env.get("SKYPILOT_NODE_IPS", "").split()
@@ -163,7 +163,7 @@ def read_skypilot(env: Mapping[str, str]) -> Topology | None:
     )
 
 
-def read_grid_engine(env: Mapping[str, str]) -> Topology | None:
+def _read_grid_engine(env: Mapping[str, str]) -> Topology | None:
     """Return the hosts of a parallel job of Grid Engine, which runs on the first of them."""
     if not env.get("PE_HOSTFILE"):
         return None
@@ -197,9 +197,9 @@ def read_grid_engine(env: Mapping[str, str]) -> Topology | None:
 
 # In the order of precedence.
 CLUSTERS: tuple[Callable[[Mapping[str, str]], Topology | None], ...] = (
-    read_runpod,
-    read_skypilot,
-    read_grid_engine,
+    _read_runpod,
+    _read_skypilot,
+    _read_grid_engine,
 )
 
 

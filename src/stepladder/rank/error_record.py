@@ -105,7 +105,7 @@ KIND_CLASSES: dict[type[BaseException], ErrorKind] = {
 }
 
 
-def classify_error(error: BaseException) -> ErrorKind:
+def _classify_error(error: BaseException) -> ErrorKind:
     """Return the kind of an error, by its class, else by its text."""
     for error_class, kind in KIND_CLASSES.items():
         if isinstance(error, error_class):
@@ -117,10 +117,10 @@ def classify_error(error: BaseException) -> ErrorKind:
         return ErrorKind.OUT_OF_MEMORY if NO_MEMORY_TEXT.search(text) else ErrorKind.IMPORT
     if is_limit_error(error):
         return ErrorKind.LIMIT
-    return classify_text(error, text)
+    return _classify_text(error, text)
 
 
-def classify_text(error: BaseException, text: str) -> ErrorKind:
+def _classify_text(error: BaseException, text: str) -> ErrorKind:
     """Return the kind of an error whose class says nothing, by its text."""
     # torch raises RuntimeError in collectives that a script calls itself.
     may_be_collective = isinstance(error, RuntimeError)
@@ -188,7 +188,7 @@ class RankError:
         error = name_failed_worker(error)
         user_error = error.with_traceback(skip_launcher_frames(error.__traceback__))
         text = IN_CALLBACK.sub(r"\1", IN_WORKER.sub(r"\1: ", get_text(error)))
-        kind = classify_error(error)
+        kind = _classify_error(error)
         trace = "".join(traceback.format_exception(user_error))
         if kind in KINDS_OF_MISMATCH:  # the text names the lines; these are their callers
             fold_traceback(user_error, with_note=False)

@@ -37,7 +37,7 @@ RECORD_RETRY_INTERVAL_S = 0.2
 
 
 @dataclass(frozen=True)
-class EndRecord:
+class _EndRecord:
     """The contents of the file.
 
     Args:
@@ -162,7 +162,7 @@ def read_end(path: Path | None = None) -> dict[str, Any] | None:
     if path is None:
         return None
     try:
-        record = asdict(typed_file.parse_json(typed_file.read_file(path), EndRecord))
+        record = asdict(typed_file.parse_json(typed_file.read_file(path), _EndRecord))
     except (OSError, ValueError):
         return None
     is_this_start = identify_start().items() <= record.items()

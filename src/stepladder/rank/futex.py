@@ -14,7 +14,7 @@ ALL_WAITERS = 2**31 - 1
 SYS_FUTEX = 202  # on x86-64
 
 
-class Timespec(ctypes.Structure):
+class _Timespec(ctypes.Structure):
     """The C type `struct timespec`."""
 
     _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
@@ -37,7 +37,7 @@ if sys.platform == "linux":
 def wait_while_equal(address: int, value: int, timeout_s: float) -> None:
     """Sleep while the 32-bit word at an address has a value; a signal or the timeout wakes too."""
     seconds, fraction = divmod(max(0.0, timeout_s), 1.0)
-    timeout = Timespec(int(seconds), int(fraction * 1e9))
+    timeout = _Timespec(int(seconds), int(fraction * 1e9))
     _syscall(SYS_FUTEX, address, FUTEX_WAIT, value, ctypes.addressof(timeout), None, 0)
 
 

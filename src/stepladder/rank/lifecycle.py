@@ -119,7 +119,7 @@ def _record_error(rank: int, error: BaseException, error_file: Path, is_script: 
     """Write the error that has ended the work of a rank, and return the exit code."""
     code = BAD_INPUT if isinstance(error, InputError) else FAILED
     if isinstance(error, SystemExit):
-        code = get_exit_code(error)
+        code = _get_exit_code(error)
     elif not is_script:
         error = name_failed_worker(error)  # which reads frames that folding drops
         fold_traceback(error)
@@ -168,7 +168,7 @@ def run_and_exit(work: Callable[..., int], *args: Any) -> NoReturn:
     except BaseException as raised:
         error = name_failed_worker(mute_signal_handlers(raised))
         if isinstance(error, SystemExit):
-            exit_now(report_exit_call(error))
+            exit_now(_report_exit_call(error))
         if isinstance(error, (RanksDiffer, StorageFault)):  # a traceback would explain nothing more
             print_message(str(error))
         else:
@@ -191,7 +191,7 @@ def record_failure() -> Iterator[None]:
     except BaseException as error:
         _failure_codes[:] = [_choose_failure_code(error)]
         if isinstance(error, SystemExit):
-            sys.exit(report_exit_call(error))
+            sys.exit(_report_exit_call(error))
         if isinstance(error, BrokenPipeError):
             # click would assume that the reader of stdout has ended, and would print nothing.
             reason = get_reason(error)
@@ -250,14 +250,14 @@ def exit_now(code: int) -> NoReturn:
     os._exit(code)
 
 
-def report_exit_call(error: SystemExit) -> int:
+def _report_exit_call(error: SystemExit) -> int:
     """Report that the job has called sys.exit(), which is a failure, and return the exit code."""
     write_end(FAILED)
     print_message(f"the job has ended itself, by sys.exit({error.code!r:.200})")
     return FAILED
 
 
-def get_exit_code(error: SystemExit) -> int:
+def _get_exit_code(error: SystemExit) -> int:
     """Return the exit code that Python itself would choose for a call of sys.exit().
 
     The argument may be a number, None, or a text, which is printed and means failure.

@@ -52,7 +52,7 @@ class Membership:
     loss_reasons: list[str] = field(default_factory=list)
 
 
-class ControlChannel:
+class _ControlChannel:
     """A rank's connection to its launcher.
 
     A thread reads the messages: the main thread may be in a collective that waits for a lost rank,
@@ -109,15 +109,15 @@ class ControlChannel:
                 return
 
 
-_channels: list[ControlChannel] = []  # this rank's channel, or empty if it has none
+_channels: list[_ControlChannel] = []  # this rank's channel, or empty if it has none
 
 
 def open_control_channel(end: socket.socket | None) -> None:
     """Open this rank's channel, if its launcher has made one."""
-    _channels[:] = [ControlChannel(end)] if end is not None else []
+    _channels[:] = [_ControlChannel(end)] if end is not None else []
 
 
-def get_control_channel() -> ControlChannel | None:
+def get_control_channel() -> _ControlChannel | None:
     """Return this rank's channel, or None if a loss ends this rank."""
     return _channels[0] if _channels else None
 

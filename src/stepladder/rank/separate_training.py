@@ -33,13 +33,13 @@ def refuse_separate_training(flag: str) -> None:
     """
     num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if num_ranks > 1 and os.environ.get(ONE_TRAINING_VARIABLE):
-        call_at_separate_step(may_form_group, partial(_end_separate_training, num_ranks, flag))
+        call_at_separate_step(_may_form_group, partial(_end_separate_training, num_ranks, flag))
 
 
 def _end_separate_training(num_ranks: int, flag: str) -> NoReturn:
     step = find_caller()
     at = f", {Path(step.file).name}:{step.line}" if step else ""
-    end_with_bad_input(
+    _end_with_bad_input(
         InputError(
             f"each of the {num_ranks} ranks trains on its own, {num_ranks} times the same: there is"
             f" no process group at the first optimizer step{at}",
@@ -49,7 +49,7 @@ def _end_separate_training(num_ranks: int, flag: str) -> NoReturn:
     )
 
 
-def end_with_bad_input(error: InputError) -> NoReturn:
+def _end_with_bad_input(error: InputError) -> NoReturn:
     """End this rank at once: the code around might catch an exception, or save what it has."""
     rank = int(os.environ["RANK"])
     if ERROR_FILE_VARIABLE in os.environ:
@@ -61,7 +61,7 @@ def end_with_bad_input(error: InputError) -> NoReturn:
     exit_now(BAD_INPUT)
 
 
-def may_form_group() -> bool:
+def _may_form_group() -> bool:
     """Return whether the user's code that runs now names the function that forms a group."""
     frame = currentframe()
     while frame is not None:

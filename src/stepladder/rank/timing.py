@@ -87,12 +87,12 @@ def _has_valid_ranks(line: dict[str, Any]) -> bool:
         return False
     if not all(_is_row(row, len(TIMING_KEYS)) for row in ranks.values()):
         return False
-    if names_all_ranks(line):
+    if _names_all_ranks(line):
         return True
     return all(_is_row(line.get(key), len(SPREAD)) for key in TIMING_KEYS)
 
 
-def names_all_ranks(line: dict[str, Any]) -> bool:
+def _names_all_ranks(line: dict[str, Any]) -> bool:
     """Tell whether a line has every rank's own seconds, so that nobody needs the spread."""
     return len(line["ranks"]) == int(line["world_size"])
 
@@ -118,7 +118,7 @@ def get_timing_rows(line: dict[str, Any]) -> dict[int | str, list[float]]:
     rows: dict[int | str, list[float]] = {}
     for rank, row in line["ranks"].items():
         rows[int(rank)] = row
-    if not names_all_ranks(line):
+    if not _names_all_ranks(line):
         for index, name in enumerate(SPREAD):
             rows[name] = [line[key][index] for key in TIMING_KEYS]
     return rows

@@ -80,7 +80,7 @@ def __getattr__(name: str) -> Any:
 # 2.11 to 2.15. This can go when torch no longer does so.
 
 
-class ModuleStandIn(ModuleType):
+class _ModuleStandIn(ModuleType):
     """A module of which a program needs a few names; any other name imports the real ones."""
 
     def __getattr__(self, name: str) -> object:
@@ -88,7 +88,7 @@ class ModuleStandIn(ModuleType):
         return getattr(import_module(self.__name__), name)
 
 
-class DynamoStandIn(ModuleStandIn):
+class _DynamoStandIn(_ModuleStandIn):
     """The part of torch._dynamo that a training calls while nothing is traced."""
 
     def __init__(self) -> None:
@@ -98,9 +98,9 @@ class DynamoStandIn(ModuleStandIn):
         self.__file__ = None
         # The functions that torch takes for untraced ones, and does not ask for again.
         self.untraced: list[Callable[..., object]] = []
-        self.utils = ModuleStandIn(f"{DYNAMO}.utils")
+        self.utils = _ModuleStandIn(f"{DYNAMO}.utils")
         vars(self.utils)["get_optimize_ddp_mode"] = lambda: "ddp_optimizer"
-        self.trace_rules = ModuleStandIn(f"{DYNAMO}.trace_rules")
+        self.trace_rules = _ModuleStandIn(f"{DYNAMO}.trace_rules")
         vars(self.trace_rules)["clear_lru_cache"] = lambda: None
 
     @staticmethod
@@ -118,12 +118,12 @@ class DynamoStandIn(ModuleStandIn):
 def defer_dynamo() -> None:
     """Keep torch from importing torch._dynamo until something needs its tracer."""
     if DYNAMO not in sys.modules:
-        sys.modules[DYNAMO] = sys.modules["torch"]._dynamo = DynamoStandIn()  # type: ignore[attr-defined]
+        sys.modules[DYNAMO] = sys.modules["torch"]._dynamo = _DynamoStandIn()  # type: ignore[attr-defined]
 
 
 def _remove_stand_in() -> None:
     stand_in = sys.modules.get(DYNAMO)
-    if isinstance(stand_in, DynamoStandIn):
+    if isinstance(stand_in, _DynamoStandIn):
         del sys.modules[DYNAMO]
         del sys.modules["torch"]._dynamo
         for function in stand_in.untraced:

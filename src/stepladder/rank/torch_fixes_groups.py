@@ -18,7 +18,7 @@ MAX_MEMBERS_NAMED = 8
 NO_RECORD = nullcontext()
 
 
-class CollectiveRecord:
+class _CollectiveRecord:
     """A block that a running profiler of torch shows as it shows a collective of gloo.
 
     gloo's events are asynchronous: the profiler takes an event for asynchronous if another thread
@@ -51,7 +51,7 @@ def record_collective(name: str, tensors: Sequence[Any]) -> AbstractContextManag
     from torch.autograd import profiler
 
     if profiler._is_profiler_enabled:
-        return CollectiveRecord(name, tensors)
+        return _CollectiveRecord(name, tensors)
     return NO_RECORD
 
 
@@ -86,7 +86,7 @@ def make_groups_by(load_function: Callable[[], Callable[..., Any]]) -> None:
             if members and rank is not None:  # a new group, and this rank is in it
                 store = make_store_of_one_group(store, rank, name)
             torch_class = c10d.ProcessGroup
-            vars(c10d)["ProcessGroup"] = GroupClass(torch_class, make_group)
+            vars(c10d)["ProcessGroup"] = _GroupClass(torch_class, make_group)
             try:
                 return make_backends(size, rank, members, backend, store, name, *args, **options)
             finally:
@@ -97,7 +97,7 @@ def make_groups_by(load_function: Callable[[], Callable[..., Any]]) -> None:
     call_after_import(C10D_MODULE, replace_helper)
 
 
-class GroupClass:
+class _GroupClass:
     """Looks like torch's class of process groups, but creates them by a function."""
 
     def __init__(self, torch_class: Any, make_group: Callable[..., Any]) -> None:

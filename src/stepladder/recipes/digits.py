@@ -48,11 +48,11 @@ class Config:
 
 def build(config: Config) -> Job:
     """Make the model, the optimizer, the data and the metrics of the job."""
-    images, labels = load_images()
+    images, labels = _load_images()
     train_images = images[:-TEST_IMAGES]
     test_images = images[-TEST_IMAGES:]
     torch.manual_seed(config.seed)
-    model = make_model(config)
+    model = _make_model(config)
     optimizer = torch.optim.Adam(model.parameters(), lr=config.lr)
     steps = count_steps(config.epochs, len(train_images), config.global_batch)
     return Job(
@@ -61,13 +61,13 @@ def build(config: Config) -> Job:
         loss=loss,
         train_data=(train_images, labels[:-TEST_IMAGES]),
         eval_data=(test_images, labels[-TEST_IMAGES:]),
-        metrics=classification_metrics,
+        metrics=_classification_metrics,
         schedule=one_cycle(optimizer, steps, rise_steps=steps // 4),
         best=("test_accuracy", "max"),
     )
 
 
-def load_images() -> tuple[Tensor, Tensor]:
+def _load_images() -> tuple[Tensor, Tensor]:
     """Return images, shape (1797, 1, 8, 8) with values in 0..1, and labels, shape (1797,)."""
     try:
         from sklearn.datasets import load_digits
@@ -81,19 +81,19 @@ def load_images() -> tuple[Tensor, Tensor]:
     return images, labels
 
 
-def make_model(config: Config) -> nn.Module:
+def _make_model(config: Config) -> nn.Module:
     width = config.width
     return nn.Sequential(
-        *conv_block(1, width, stride=1),
-        *conv_block(width, 2 * width, stride=2),
-        *conv_block(2 * width, 4 * width, stride=2),
+        *_conv_block(1, width, stride=1),
+        *_conv_block(width, 2 * width, stride=2),
+        *_conv_block(2 * width, 4 * width, stride=2),
         nn.Flatten(),
         nn.Dropout(config.dropout),
         nn.Linear(4 * width * 4, 10),
     )
 
 
-def conv_block(in_channels: int, out_channels: int, stride: int) -> list[nn.Module]:
+def _conv_block(in_channels: int, out_channels: int, stride: int) -> list[nn.Module]:
     conv = nn.Conv2d(in_channels, out_channels, 3, stride=stride, padding=1, bias=False)
     norm = nn.GroupNorm(max(1, out_channels // 8), out_channels)
     return [conv, norm, nn.ReLU()]
@@ -128,7 +128,7 @@ def shift_images(images: Tensor) -> Tensor:
     return windows[index, :, rows, columns]
 
 
-def classification_metrics(model: nn.Module, batch: Batch) -> dict[str, SumAndCount]:
+def _classification_metrics(model: nn.Module, batch: Batch) -> dict[str, SumAndCount]:
     """Return the sum and the count of each metric on a batch."""
     images, labels = batch
     logits = model(images)

@@ -68,17 +68,17 @@ def build(config: Config) -> Job:
     """Make the model, the optimizer, the data and the metrics of the job."""
     tokens, characters = read_tokens(Path(config.data_dir) / "input.txt", config.block)
     num_training = len(tokens) * 9 // 10
-    train_data = make_training_rows(tokens[:num_training], config.block)
+    train_data = _make_training_rows(tokens[:num_training], config.block)
     torch.manual_seed(config.seed)
     model = GPT(config, characters)
-    optimizer = make_optimizer(model, config)
+    optimizer = _make_optimizer(model, config)
     steps = count_steps(config.epochs, len(train_data), config.global_batch)
     return Job(
         model=model,
         optimizer=optimizer,
         loss=loss,
         train_data=train_data,
-        eval_data=make_validation_rows(tokens[num_training:], config.block),
+        eval_data=_make_validation_rows(tokens[num_training:], config.block),
         metrics=lambda model, rows: {"val_loss": sum_token_losses(model, rows)},
         schedule=one_cycle(optimizer, steps, rise_steps=steps // 20),
         best=("val_loss", "min"),
@@ -87,7 +87,7 @@ def build(config: Config) -> Job:
     )
 
 
-def make_optimizer(model: GPT, config: Config) -> torch.optim.Optimizer:
+def _make_optimizer(model: GPT, config: Config) -> torch.optim.Optimizer:
     """Make AdamW: the layers' matrices have weight decay, all other weights a higher rate."""
     matrices = [weight for weight in model.layers.parameters() if weight.ndim == 2]
     matrix_ids = {id(weight) for weight in matrices}
@@ -119,7 +119,7 @@ def read_tokens(path: Path, block: int) -> tuple[Tensor, Tensor]:
     hint = "stepladder data get shakespeare, or --data-dir DIR with a text input.txt"
     with as_input_error(f"cannot read {path}", hint):
         data = path.read_bytes()
-    tokens, characters = encode_tokens(data)
+    tokens, characters = _encode_tokens(data)
     if len(tokens) < 20 * block:  # the validation split, a tenth, then has two blocks
         longest_block = len(tokens) // 20
         hint = f"--block {longest_block}, or a longer text" if longest_block else "a longer text"
@@ -127,7 +127,7 @@ def read_tokens(path: Path, block: int) -> tuple[Tensor, Tensor]:
     return torch.from_numpy(tokens.astype(np.int16)), torch.from_numpy(characters.astype(np.int32))
 
 
-def encode_tokens(data: bytes) -> tuple[Any, Any]:
+def _encode_tokens(data: bytes) -> tuple[Any, Any]:
     """Return tokens and code points as NumPy arrays; see `read_tokens`."""
     raw_bytes = np.frombuffer(data, np.uint8)
     no_characters = np.empty(0, np.uint32)
@@ -141,12 +141,12 @@ def encode_tokens(data: bytes) -> tuple[Any, Any]:
     return tokens, characters
 
 
-def make_training_rows(tokens: Tensor, block: int) -> Tensor:
+def _make_training_rows(tokens: Tensor, block: int) -> Tensor:
     """Return rows of BLOCKS_PER_ROW blocks as views of the text; consecutive rows share a block."""
     return tokens.unfold(0, BLOCKS_PER_ROW * block, (BLOCKS_PER_ROW - 1) * block)
 
 
-def make_validation_rows(tokens: Tensor, block: int) -> Tensor:
+def _make_validation_rows(tokens: Tensor, block: int) -> Tensor:
     """Return rows of block + 1 tokens that cover the text, the last one filled with PADDING."""
     missing = -(len(tokens) - 1) % block
     return F.pad(tokens, (0, missing), value=PADDING).unfold(0, block + 1, block)
@@ -155,7 +155,7 @@ def make_validation_rows(tokens: Tensor, block: int) -> Tensor:
 # -- model -----------------------------------------------------------------------------------------
 
 
-class Layer(nn.Module):
+class _Layer(nn.Module):
     """A layer of the transformer: attention to the earlier tokens, then a feed-forward network."""
 
     def __init__(self, config: Config) -> None:
@@ -213,7 +213,7 @@ class GPT(nn.Module):
         self.ngrams = HashedNgrams(self.vocabulary, config.ngrams, config.width)
         for embedding in (self.tokens, self.places, *self.ngrams):
             nn.init.normal_(embedding.weight, std=0.02)
-        self.layers = nn.ModuleList(Layer(config) for _ in range(config.layers))
+        self.layers = nn.ModuleList(_Layer(config) for _ in range(config.layers))
         self.head = zero_linear(config.width, self.vocabulary)
 
     def forward(self, tokens: Tensor) -> Tensor:

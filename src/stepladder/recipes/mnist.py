@@ -51,7 +51,7 @@ def build(config: Config) -> Job:
     train_data, eval_data = read_data(Path(config.data_dir))
     torch.manual_seed(config.seed)
     if config.net == "classic":
-        model = classic_net()
+        model = _classic_net()
         lr = config.lr / 4  # without batch norm the full rate diverges
     else:
         model = small_net()
@@ -68,7 +68,7 @@ def build(config: Config) -> Job:
         loss=loss,
         train_data=train_data,
         eval_data=eval_data,
-        metrics=classification_metrics,
+        metrics=_classification_metrics,
         schedule=one_cycle(optimizer, steps, rise_steps=steps // 4),
         best=("test_accuracy", "max"),
     )
@@ -98,21 +98,21 @@ def small_net() -> nn.Module:
         A network from images, shape (n, 1, 28, 28), to logits, shape (n, 10).
     """
     return nn.Sequential(
-        *conv_block(1, 16, kernel_size=5),
-        *conv_block(16, 32, kernel_size=3),
-        *conv_block(32, 64, kernel_size=3),
+        *_conv_block(1, 16, kernel_size=5),
+        *_conv_block(16, 32, kernel_size=3),
+        *_conv_block(32, 64, kernel_size=3),
         nn.Flatten(),
         nn.Linear(1024, 10),
     )
 
 
-def conv_block(in_channels: int, out_channels: int, kernel_size: int) -> list[nn.Module]:
+def _conv_block(in_channels: int, out_channels: int, kernel_size: int) -> list[nn.Module]:
     padding = kernel_size // 2
     conv = nn.Conv2d(in_channels, out_channels, kernel_size, stride=2, padding=padding, bias=False)
     return [conv, nn.BatchNorm2d(out_channels), nn.ReLU()]
 
 
-def classic_net() -> nn.Module:
+def _classic_net() -> nn.Module:
     """Make the network of PyTorch's MNIST example."""
     return nn.Sequential(
         nn.Conv2d(1, 32, 3),
@@ -152,7 +152,7 @@ def loss(model: nn.Module, batch: Batch) -> SumAndCount:
     return F.cross_entropy(logits, labels.long(), reduction="sum"), len(labels)
 
 
-def classification_metrics(model: nn.Module, batch: Batch) -> dict[str, SumAndCount]:
+def _classification_metrics(model: nn.Module, batch: Batch) -> dict[str, SumAndCount]:
     """Return the sum and the count of each metric on a batch."""
     images, labels = batch
     logits = compute_logits(model, images)

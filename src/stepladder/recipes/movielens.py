@@ -51,7 +51,7 @@ USER_RATE = 4.0  # the learning rate of users' rows, relative to the rate of ite
 EASE_PENALTY = 500.0
 
 
-class Defaults(NamedTuple):
+class _Defaults(NamedTuple):
     """Values of the Config for one task and model."""
 
     epochs: int
@@ -63,16 +63,16 @@ class Defaults(NamedTuple):
 
 
 DEFAULTS = {
-    ("ranking", "mf"): Defaults(
+    ("ranking", "mf"): _Defaults(
         epochs=40, global_batch=128, lr=0.01, factors=256, reg=0.0045, negatives=12
     ),
-    ("ranking", "hybrid"): Defaults(
+    ("ranking", "hybrid"): _Defaults(
         epochs=40, global_batch=128, lr=0.01, factors=256, reg=0.0045, negatives=12
     ),
-    ("ranking", "neumf"): Defaults(
+    ("ranking", "neumf"): _Defaults(
         epochs=20, global_batch=2048, lr=0.002, factors=16, reg=0.0, negatives=4
     ),
-    ("rating", "mf"): Defaults(
+    ("rating", "mf"): _Defaults(
         epochs=10, global_batch=2000, lr=0.01, factors=64, reg=0.1, negatives=1
     ),
 }
@@ -128,7 +128,7 @@ def build(config: Config, data: Ratings | leave_one_out.LeaveOneOut | None = Non
     torch.manual_seed(config.seed)
     if isinstance(data, Ratings):
         return make_rating_job(config, data)
-    return make_ranking_job(config, data)
+    return _make_ranking_job(config, data)
 
 
 def load(config: Config) -> Ratings | leave_one_out.LeaveOneOut:
@@ -140,14 +140,14 @@ def load(config: Config) -> Ratings | leave_one_out.LeaveOneOut:
         data = leave_one_out.read_leave_one_out(folder)
     else:
         ratings = read_ratings(folder)
-        generator = make_generator("negatives")
+        generator = _make_generator("negatives")
         data = leave_one_out.hold_out_latest(ratings, NUM_CANDIDATES, generator)
     if config.validation:
-        data = leave_one_out.split_validation(data, make_generator("validation"))
+        data = leave_one_out.split_validation(data, _make_generator("validation"))
     return data
 
 
-def make_generator(purpose: str) -> np.random.Generator:
+def _make_generator(purpose: str) -> np.random.Generator:
     """Make a generator for test sets, which do not depend on the run's seed."""
     return np.random.Generator(np.random.Philox(key=derive_seed("movielens", purpose)))
 
@@ -155,7 +155,7 @@ def make_generator(purpose: str) -> np.random.Generator:
 # -- ranking ---------------------------------------------------------------------------------------
 
 
-def make_ranking_job(config: Config, data: leave_one_out.LeaveOneOut) -> Job:
+def _make_ranking_job(config: Config, data: leave_one_out.LeaveOneOut) -> Job:
     """Make the job of `--task ranking`."""
     users = torch.arange(len(data.user_ids))
     rated = torch.from_numpy(data.rated_matrix())
@@ -164,7 +164,7 @@ def make_ranking_job(config: Config, data: leave_one_out.LeaveOneOut) -> Job:
     loss: Any
     if config.model == "neumf":
         model = NeuMF(num_users, num_items, config.factors)
-        loss = partial(sampled_logistic_loss, negatives=config.negatives)
+        loss = partial(_sampled_logistic_loss, negatives=config.negatives)
         train_data = (torch.from_numpy(data.users), torch.from_numpy(data.items))
         groups = [{"params": list(model.parameters()), "lr": config.lr}]
     else:
@@ -172,7 +172,7 @@ def make_ranking_job(config: Config, data: leave_one_out.LeaveOneOut) -> Job:
         model = MatrixFactorization(num_users, config.factors, rated.sum(0).float(), weights)
         loss = partial(full_logistic_loss, config=config)
         train_data = (users, rated)
-        groups = make_parameter_groups(model, config.lr)
+        groups = _make_parameter_groups(model, config.lr)
     optimizer = torch.optim.Adam(groups)
     steps = count_steps(config.epochs, len(train_data[0]), config.global_batch)
     candidates = torch.from_numpy(data.negatives)
@@ -188,7 +188,7 @@ def make_ranking_job(config: Config, data: leave_one_out.LeaveOneOut) -> Job:
     )
 
 
-def make_parameter_groups(model: nn.Module, lr: float) -> list[dict[str, Any]]:
+def _make_parameter_groups(model: nn.Module, lr: float) -> list[dict[str, Any]]:
     """Return parameter groups that give users a higher learning rate than items.
 
     Each user is one sample, so a user's row has one gradient an epoch, and an item's row one a
@@ -246,7 +246,7 @@ def full_logistic_loss(
     return loss + config.reg / 2 * penalty, num_positives.sum()
 
 
-def sampled_logistic_loss(model: NeuMF, batch: Batch, negatives: int) -> SumAndCount:
+def _sampled_logistic_loss(model: NeuMF, batch: Batch, negatives: int) -> SumAndCount:
     """Return the logistic loss of pairs, each with `negatives` items drawn uniformly for its user.
 
     The items come from torch's default generator, which the trainer seeds for each pass.
@@ -284,7 +284,7 @@ def make_rating_job(config: Config, data: Ratings) -> Job:
     users = torch.from_numpy(data.users)
     items = torch.from_numpy(data.items)
     stars = torch.from_numpy(data.ratings)
-    fold = torch.from_numpy(make_generator("folds").permutation(len(stars)) % FOLDS)
+    fold = torch.from_numpy(_make_generator("folds").permutation(len(stars)) % FOLDS)
     train = fold != config.fold
     test = fold == config.fold
     if not train.any() or not test.any():
@@ -296,16 +296,16 @@ def make_rating_job(config: Config, data: Ratings) -> Job:
     return Job(
         model=model,
         optimizer=optimizer,
-        loss=partial(penalized_squared_error, reg=config.reg),
+        loss=partial(_penalized_squared_error, reg=config.reg),
         train_data=train_data,
         eval_data=(users[test], items[test], stars[test]),
-        metrics=mean_squared_error,
+        metrics=_mean_squared_error,
         derived=lambda means: {"rmse": means["mse"] ** 0.5},
         schedule=linear_decay(optimizer, steps),
     )
 
 
-def penalized_squared_error(model: Any, batch: Batch, reg: float) -> SumAndCount:
+def _penalized_squared_error(model: Any, batch: Batch, reg: float) -> SumAndCount:
     """Return the squared error of a batch plus the L2 penalty of its vectors, and its size."""
     users, items, stars = batch
     penalty = model.users(users).square().sum() + model.items(items).square().sum()
@@ -313,7 +313,7 @@ def penalized_squared_error(model: Any, batch: Batch, reg: float) -> SumAndCount
     return error + reg * penalty, len(stars)
 
 
-def mean_squared_error(model: Any, batch: Batch) -> MetricSums:
+def _mean_squared_error(model: Any, batch: Batch) -> MetricSums:
     """Return the sum of the squared errors of a batch, and its size."""
     users, items, stars = batch
     prediction = model.score_pairs(users, items).clamp(0.5, 5.0)

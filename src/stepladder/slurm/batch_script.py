@@ -41,17 +41,17 @@ def render_batch_script(job: BatchJob) -> str:
     return environment.get_template("job.sbatch").render(
         job=job,
         kind=kind,
-        arguments=" ".join(argument for argument, _ in quote_arguments(arguments)),
-        options=[quote_option(option) for option in list_options(job)],
+        arguments=" ".join(argument for argument, _ in _quote_arguments(arguments)),
+        options=[_quote_option(option) for option in list_options(job)],
         container=f"{job.container} " if job.container else "",
-        end_file=format_end_file(job),
+        end_file=_format_end_file(job),
         port=RANDOM_PORT,
-        nodes=format_nodes(job),
+        nodes=_format_nodes(job),
         rank_variables=f"{RANK_VARIABLES}{job.nproc}",
     )
 
 
-def format_nodes(job: BatchJob) -> str:
+def _format_nodes(job: BatchJob) -> str:
     """Return the value of the agents' flag --nodes, as shell code."""
     min_nodes, max_nodes = job.nodes
     if job.join:
@@ -61,7 +61,7 @@ def format_nodes(job: BatchJob) -> str:
     return '"$SLURM_JOB_NUM_NODES"'
 
 
-def quote_arguments(arguments: Sequence[str]) -> Iterator[tuple[str, dict[str, str]]]:
+def _quote_arguments(arguments: Sequence[str]) -> Iterator[tuple[str, dict[str, str]]]:
     """Yield each argument as shell code, with the environment variable that it needs.
 
     A secret is in no script: the script reads it from a variable.
@@ -79,12 +79,12 @@ def quote_arguments(arguments: Sequence[str]) -> Iterator[tuple[str, dict[str, s
 def collect_secrets(job: BatchJob) -> dict[str, str]:
     """Return the variables that sbatch must have, and hands on to the job."""
     secrets: dict[str, str] = {}
-    for _, variables in quote_arguments(job.command[1:]):
+    for _, variables in _quote_arguments(job.command[1:]):
         secrets |= variables
     return secrets
 
 
-def format_end_file(job: BatchJob) -> str:
+def _format_end_file(job: BatchJob) -> str:
     """Return the path, as shell code, of the file in which the ranks record how they ended.
 
     A training's run directory is used by one job at a time; a script's folder may be by several.
@@ -127,6 +127,6 @@ def list_options(job: BatchJob) -> list[str]:
     return [*texts, *job.sbatch_args]
 
 
-def quote_option(option: str) -> str:
+def _quote_option(option: str) -> str:
     """Return an option as an #SBATCH line has it: quoted as in a shell, backslashes doubled."""
     return shlex.quote(option.replace("\\", "\\\\"))

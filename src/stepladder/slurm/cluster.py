@@ -45,7 +45,7 @@ class SlurmCluster:
         try:
             text = show_job(job_id)
         except SlurmRefusal:
-            state = read_accounted_state(job_id)
+            state = _read_accounted_state(job_id)
             return JobInfo(job_id, "", state) if state else None
         name = re.match(r"JobId=\S+ JobName=(.*)", text)
         return JobInfo(
@@ -92,7 +92,7 @@ class SlurmCluster:
         """Return None: srun starts the ranks of an allocation, see `launcher.allocation`."""
 
 
-def read_accounted_state(job: str) -> str:
+def _read_accounted_state(job: str) -> str:
     """Return a job's state from Slurm's accounting, "" if the cluster has none."""
     try:
         output = run_slurm("sacct", "-X", "-n", "-P", "-j", job, "-o", "State")

@@ -23,7 +23,7 @@ LOCAL_FILE_SYSTEMS = {
 
 
 @dataclass(frozen=True)
-class NodeGroup:
+class _NodeGroup:
     """Nodes of one kind in a partition.
 
     Args:
@@ -47,7 +47,7 @@ class NodeGroup:
 
 
 @dataclass(frozen=True)
-class Partition:
+class _Partition:
     """A partition of the cluster.
 
     Args:
@@ -65,7 +65,7 @@ class Partition:
     is_up: bool
     time_limit_s: float
     max_nodes: float
-    nodes: tuple[NodeGroup, ...]
+    nodes: tuple[_NodeGroup, ...]
     default_time: str = ""
 
     @property
@@ -74,12 +74,12 @@ class Partition:
         return sum(group.count for group in self.nodes)
 
 
-def list_partitions() -> dict[str, Partition]:
+def list_partitions() -> dict[str, _Partition]:
     """Return the partitions of this cluster by name. Raises InputError without Slurm."""
     return parse_partitions(run_slurm("sinfo", "--noheader", "--format", SINFO_FORMAT))
 
 
-def parse_partitions(text: str) -> dict[str, Partition]:
+def parse_partitions(text: str) -> dict[str, _Partition]:
     """Return the partitions by name.
 
     Args:
@@ -87,16 +87,16 @@ def parse_partitions(text: str) -> dict[str, Partition]:
             nodes, processors, generic resources, and the default time limit, "n/a" if that is the
             time limit. There is a line per kind of nodes.
     """
-    partitions: dict[str, Partition] = {}
+    partitions: dict[str, _Partition] = {}
     for line in text.splitlines():
         label, available, limit, size, count, cpus, gpus, default = line.split("|")
         name = label.rstrip("*")
         if default == "n/a":
             default = limit
-        group = NodeGroup(int(count), int(cpus.rstrip("+")), gpus)
+        group = _NodeGroup(int(count), int(cpus.rstrip("+")), gpus)
         max_nodes = size.rpartition("-")[2]
         groups = partitions[name].nodes if name in partitions else ()
-        partitions[name] = Partition(
+        partitions[name] = _Partition(
             name,
             is_default=label.endswith("*"),
             is_up=available == "up",
@@ -111,13 +111,13 @@ def parse_partitions(text: str) -> dict[str, Partition]:
 # -- checks before a job is submitted --------------------------------------------------------------
 
 
-def validate_job_fits(job: BatchJob, cluster: Mapping[str, Partition]) -> None:
+def validate_job_fits(job: BatchJob, cluster: Mapping[str, _Partition]) -> None:
     """Raise InputError if the cluster cannot run the job: Slurm would refuse it or never start it.
 
     Raises:
         InputError: If so.
     """
-    partition = find_partition(job, cluster)
+    partition = _find_partition(job, cluster)
     name = partition.name
     num_nodes, _ = job.requested_nodes
     if not partition.is_up:
@@ -137,15 +137,15 @@ def validate_job_fits(job: BatchJob, cluster: Mapping[str, Partition]) -> None:
     gpus = job.gpus_per_node
     if gpus:
         suitable = [group for group in partition.nodes if group.has_gpus(gpus)]
-        validate_node_count(f"--gpus-per-node {gpus}", num_nodes, partition, suitable)
+        _validate_node_count(f"--gpus-per-node {gpus}", num_nodes, partition, suitable)
     cpus = job.cpus_per_task
     if job.per_rank:
         cpus *= int(job.nproc)
     suitable = [group for group in partition.nodes if group.cpus >= cpus]
-    validate_node_count(f"--cpus-per-task {cpus}", num_nodes, partition, suitable)
+    _validate_node_count(f"--cpus-per-task {cpus}", num_nodes, partition, suitable)
 
 
-def find_partition(job: BatchJob, cluster: Mapping[str, Partition]) -> Partition:
+def _find_partition(job: BatchJob, cluster: Mapping[str, _Partition]) -> _Partition:
     """Return the partition that the job names, or the cluster's default.
 
     Raises:
@@ -165,8 +165,8 @@ def find_partition(job: BatchJob, cluster: Mapping[str, Partition]) -> Partition
     return cluster[name]
 
 
-def validate_node_count(
-    requested: str, num_nodes: int, partition: Partition, suitable: list[NodeGroup]
+def _validate_node_count(
+    requested: str, num_nodes: int, partition: _Partition, suitable: list[_NodeGroup]
 ) -> None:
     """Raise InputError if fewer than `num_nodes` nodes are suitable for the requested flag."""
     count = sum(group.count for group in suitable)
@@ -211,7 +211,7 @@ def expand_node_list(text: str) -> list[str]:
 
 
 def describe_cluster_defaults(
-    job: BatchJob, cluster: Mapping[str, Partition], typed_fields: Container[str]
+    job: BatchJob, cluster: Mapping[str, _Partition], typed_fields: Container[str]
 ) -> list[str]:
     """Return a sentence for each limit of the job that no flag sets and that is often too low.
 
@@ -220,7 +220,7 @@ def describe_cluster_defaults(
         cluster: The partitions.
         typed_fields: The fields of the job that flags have set.
     """
-    partition = find_partition(job, cluster)
+    partition = _find_partition(job, cluster)
     sentences = []
     if not job.time and partition.default_time not in ("", "infinite", "UNLIMITED"):
         sentences.append(

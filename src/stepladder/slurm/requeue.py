@@ -61,7 +61,7 @@ class RequeueRecord:
             raise ValueError
 
 
-class EndReason(StrEnum):
+class _EndReason(StrEnum):
     """Why the ranks have ended."""
 
     FINISHED = "finished"
@@ -76,7 +76,7 @@ class EndReason(StrEnum):
     BUG = "bug"
 
 
-FINAL_REASONS = (EndReason.FINISHED, EndReason.CANCELLED, EndReason.BAD_INPUT, EndReason.BUG)
+FINAL_REASONS = (_EndReason.FINISHED, _EndReason.CANCELLED, _EndReason.BAD_INPUT, _EndReason.BUG)
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class StartEnd:
 
 
 @dataclass(frozen=True)
-class Decision:
+class _Decision:
     """What to do after an end.
 
     Args:
@@ -117,7 +117,7 @@ class Decision:
         text: The decision in words, for the job's log.
     """
 
-    reason: EndReason
+    reason: _EndReason
     requeue: bool
     text: str
 
@@ -130,53 +130,53 @@ class Decision:
         """
         if self.requeue:
             return STOPPED
-        if self.reason is EndReason.FINISHED:
+        if self.reason is _EndReason.FINISHED:
             return DONE
         return FAILED if code in (DONE, STOPPED) else code
 
 
-def find_end_reason(end: StartEnd) -> EndReason:
+def find_end_reason(end: StartEnd) -> _EndReason:
     """Return why the ranks have ended."""
     code = end.ranks_code
     if code is None:
         code = end.code
     if code == DONE:
-        return EndReason.FINISHED
+        return _EndReason.FINISHED
     if end.state.startswith("CANCELLED"):
-        return EndReason.CANCELLED
+        return _EndReason.CANCELLED
     if end.ranks_code == STOPPED:
         return _find_stop_reason(end)
     if end.lost_nodes:
-        return EndReason.NODE_FAILURE
+        return _EndReason.NODE_FAILURE
     if end.ranks_code == TERMINATED:
         return _find_stop_reason(end)
     if end.ranks_code == STORAGE_FAILED:
-        return EndReason.STORAGE
+        return _EndReason.STORAGE
     return _find_failure(end, code)
 
 
-def _find_failure(end: StartEnd, code: int) -> EndReason:
+def _find_failure(end: StartEnd, code: int) -> _EndReason:
     """Return why ranks have failed whose nodes and storage are well."""
     is_out_of_memory = end.ranks_code is None and end.state.startswith("OUT_OF_ME")
     if code in SIGKILL_CODES or is_out_of_memory:
-        return EndReason.OUT_OF_MEMORY
+        return _EndReason.OUT_OF_MEMORY
     if code in SIGTERM_CODES:
-        return EndReason.SIGNAL  # before there were ranks that could have recorded their end
+        return _EndReason.SIGNAL  # before there were ranks that could have recorded their end
     if code == BAD_INPUT:
-        return EndReason.BAD_INPUT
-    return EndReason.BUG
+        return _EndReason.BAD_INPUT
+    return _EndReason.BUG
 
 
-def _find_stop_reason(end: StartEnd) -> EndReason:
+def _find_stop_reason(end: StartEnd) -> _EndReason:
     """Return why Slurm has sent SIGTERM."""
     if end.preempted:
-        return EndReason.PREEMPTION
+        return _EndReason.PREEMPTION
     if end.seconds_left is not None and end.seconds_left < end.margin + SIGNAL_EARLY_S:
-        return EndReason.TIME_LIMIT
-    return EndReason.SIGNAL
+        return _EndReason.TIME_LIMIT
+    return _EndReason.SIGNAL
 
 
-def decide(end: StartEnd, steps_before: Sequence[int | None], max_requeues: int) -> Decision:
+def decide(end: StartEnd, steps_before: Sequence[int | None], max_requeues: int) -> _Decision:
     """Decide whether the job continues.
 
     Args:
@@ -190,14 +190,14 @@ def decide(end: StartEnd, steps_before: Sequence[int | None], max_requeues: int)
     reason = find_end_reason(end)
     at_step = f" at step {end.step}" if end.step is not None else ""
     if reason in FINAL_REASONS:
-        return Decision(reason, False, _describe_final(reason, end, at_step))
-    if end.ranks_code == TERMINATED and reason is not EndReason.NODE_FAILURE:
+        return _Decision(reason, False, _describe_final(reason, end, at_step))
+    if end.ranks_code == TERMINATED and reason is not _EndReason.NODE_FAILURE:
         hint = "a script that saves, and then ends with exit code 75, goes on"
-        return Decision(reason, False, f"ended by SIGTERM ({reason}): not requeued. HINT: {hint}")
+        return _Decision(reason, False, f"ended by SIGTERM ({reason}): not requeued. HINT: {hint}")
     descriptions = {
-        EndReason.NODE_FAILURE: f"lost {', '.join(end.lost_nodes)}{at_step}",
-        EndReason.OUT_OF_MEMORY: f"killed{at_step}, often: out of memory",
-        EndReason.STORAGE: f"a file of the run directory could not be used{at_step}, see above",
+        _EndReason.NODE_FAILURE: f"lost {', '.join(end.lost_nodes)}{at_step}",
+        _EndReason.OUT_OF_MEMORY: f"killed{at_step}, often: out of memory",
+        _EndReason.STORAGE: f"a file of the run directory could not be used{at_step}, see above",
     }
     description = descriptions.get(reason, f"stopped{at_step} ({reason})")
     if end.restart >= max_requeues:
@@ -205,35 +205,35 @@ def decide(end: StartEnd, steps_before: Sequence[int | None], max_requeues: int)
             f"{description}: requeued {max_requeues} times already, and not again."
             " HINT: submit --max-requeues"
         )
-        return Decision(reason, False, text)
+        return _Decision(reason, False, text)
     max_starts = MAX_STARTS_WITHOUT_PROGRESS
     hint = "a longer --time, or --snapshot-every"
-    if reason is EndReason.OUT_OF_MEMORY:
+    if reason is _EndReason.OUT_OF_MEMORY:
         max_starts = 1
         hint = "more --mem"
     if _count_without_progress(end, steps_before, reason) >= max_starts:
         text = f"{description}: not requeued, because no step was gained. HINT: {hint}"
-        return Decision(reason, False, text)
+        return _Decision(reason, False, text)
     text = f"{description}: requeued ({end.restart + 1} of at most {max_requeues})"
-    return Decision(reason, True, text)
+    return _Decision(reason, True, text)
 
 
-def _describe_final(reason: EndReason, end: StartEnd, at_step: str) -> str:
+def _describe_final(reason: _EndReason, end: StartEnd, at_step: str) -> str:
     texts = {
-        EndReason.FINISHED: "finished",
-        EndReason.CANCELLED: f"cancelled{at_step}: not requeued",
-        EndReason.BAD_INPUT: "bad input, see above: not requeued",
-        EndReason.BUG: f"failed{at_step} with exit code {end.code}, and not by the cluster's fault,"
-        " see above: not requeued",
+        _EndReason.FINISHED: "finished",
+        _EndReason.CANCELLED: f"cancelled{at_step}: not requeued",
+        _EndReason.BAD_INPUT: "bad input, see above: not requeued",
+        _EndReason.BUG: f"failed{at_step} with exit code {end.code}, and not by the cluster's"
+        " fault, see above: not requeued",
     }
     return texts[reason]
 
 
 def _count_without_progress(
-    end: StartEnd, steps_before: Sequence[int | None], reason: EndReason
+    end: StartEnd, steps_before: Sequence[int | None], reason: _EndReason
 ) -> int:
     """Return how many starts in a row, this one last, have not got beyond the start before them."""
-    if reason is EndReason.OUT_OF_MEMORY and not end.step:
+    if reason is _EndReason.OUT_OF_MEMORY and not end.step:
         return 1
     if end.step is None:
         return 0
@@ -243,7 +243,7 @@ def _count_without_progress(
 # -- what Slurm and the run directory show ---------------------------------------------------------
 
 
-def find_newest_step(job_dir: Path) -> int | None:
+def _find_newest_step(job_dir: Path) -> int | None:
     """Return the step of the newest snapshot, None if the folder has no training."""
     if not (job_dir / "config.json").exists():
         return None
@@ -254,7 +254,7 @@ def find_newest_step(job_dir: Path) -> int | None:
     return max(steps)
 
 
-def parse_seconds_left(text: str) -> float | None:
+def _parse_seconds_left(text: str) -> float | None:
     """Return the seconds to the job's time limit, None if `scontrol show job` does not name it."""
     try:
         end = datetime.fromisoformat(parse_field(text, "EndTime"))
@@ -298,7 +298,7 @@ def find_ends_by_slurm(output: Path) -> dict[int, str]:
                 number = (parse_whole_number(text) or 0) - 1
             elif match := ENDED_BY_SLURM.match(line):
                 reason = match[1].strip().lower()
-                if reason not in list(EndReason):
+                if reason not in list(_EndReason):
                     reason = "requeue"
                 reasons[number] = reason
     return reasons
@@ -315,12 +315,12 @@ def describe_history(job: JobInfo) -> dict[str, Any]:
     }
     if job.job_dir:
         folder = Path(job.job_dir)
-        history["step"] = find_newest_step(folder)
-        history["ends"] = list_ends(job, folder)
+        history["step"] = _find_newest_step(folder)
+        history["ends"] = _list_ends(job, folder)
     return history
 
 
-def list_ends(job: JobInfo, folder: Path) -> list[dict[str, Any]]:
+def _list_ends(job: JobInfo, folder: Path) -> list[dict[str, Any]]:
     """Return a record of each start that has ended, also of those that Slurm ended itself."""
     records = read_job_records(folder / REQUEUES_FILE, job.job, RequeueRecord)
     ends = {record["restart"]: record for record in records}
@@ -342,7 +342,7 @@ def list_ends(job: JobInfo, folder: Path) -> list[dict[str, Any]]:
     return [ends[number] for number in sorted(ends)]
 
 
-def handle_end(job_dir: Path, code: int, margin: float, text: str, max_requeues: int) -> Decision:
+def handle_end(job_dir: Path, code: int, margin: float, text: str, max_requeues: int) -> _Decision:
     """Decide whether a job is requeued, and add a record of its end.
 
     Args:
@@ -361,9 +361,9 @@ def handle_end(job_dir: Path, code: int, margin: float, text: str, max_requeues:
         code,
         ranks_code=recorded.get("code"),
         restart=start["restart"],
-        step=find_newest_step(job_dir),
+        step=_find_newest_step(job_dir),
         state=parse_field(text, "JobState") or "RUNNING",
-        seconds_left=parse_seconds_left(text),
+        seconds_left=_parse_seconds_left(text),
         margin=margin,
         preempted=bool(parse_field(text, "PreemptTime")),
         lost_nodes=find_lost_nodes(text),

@@ -49,15 +49,15 @@ def find_site_defaults() -> SiteDefaults:
     """Return the defaults of the first file in this folder, one above it, or the user's own."""
     path = find_file_above(SITE_FILE)
     if path is not None:
-        return read_site_defaults(path)
+        return _read_site_defaults(path)
     user_file = get_config_folder() / "config.toml"
     if user_file.is_file():
         validate_ownership(user_file)
-        return read_site_defaults(user_file)
+        return _read_site_defaults(user_file)
     return SiteDefaults()
 
 
-def read_site_defaults(path: Path) -> SiteDefaults:
+def _read_site_defaults(path: Path) -> SiteDefaults:
     """Return the defaults of one file.
 
     Raises:

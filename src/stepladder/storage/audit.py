@@ -43,7 +43,7 @@ MAX_REPORTED_MISMATCHES = 100
 
 
 @dataclass
-class EpochCount:
+class _EpochCount:
     """How many samples of an epoch were lost or repeated, or never seen.
 
     Never seen are those of steps that are not yet reached, and those that the plan leaves out.
@@ -73,7 +73,7 @@ class Audit:
         problems: Sentences that name file, step and rank.
     """
 
-    epochs: list[EpochCount]
+    epochs: list[_EpochCount]
     superseded: int
     attempts: int
     history: list[ProcessChange]
@@ -116,14 +116,14 @@ class Audit:
 
 
 @dataclass(frozen=True)
-class StoredResult:
+class _StoredResult:
     """The entry of result.json that the audit reads."""
 
     steps: int
 
 
 @dataclass(frozen=True)
-class ManifestHead:
+class _ManifestHead:
     """The entries of a snapshot's manifest that the audit reads.
 
     `ledger` is the hash over the chains of all ranks at the snapshot's step.
@@ -153,10 +153,10 @@ def audit(run_dir: Path) -> Audit:
     snapshots = read_snapshot_chains(run_dir)
     num_attempts, attempts = verify_ledgers(run_dir, plan, snapshots, problems)
     line = find_surviving_steps(attempts, problems)
-    check_newest_snapshot(snapshots, line, problems)
+    _check_newest_snapshot(snapshots, line, problems)
     last_in_ledger = line[-1].last if line else 0
-    last = max(last_in_ledger, read_result_steps(run_dir, problems))
-    epochs = compare_with_plan(run_dir, plan, line, last, problems)
+    last = max(last_in_ledger, _read_result_steps(run_dir, problems))
+    epochs = _compare_with_plan(run_dir, plan, line, last, problems)
     num_trained = sum(attempt.end - attempt.start for attempt in attempts)
     superseded = num_trained - sum(map(len, line))
     history = [change for attempt in attempts for change in attempt.changes]
@@ -177,7 +177,7 @@ def verify_ledgers(
     Returns:
         The number of attempts, and those of them that trained.
     """
-    validate_order_fits_memory(run_dir, plan)
+    _validate_order_fits_memory(run_dir, plan)
     num_attempts, attempts = read_attempts(run_dir, problems)
     points = sorted({attempt.start for attempt in attempts}.union(snapshots))
     for attempt in attempts:
@@ -188,7 +188,7 @@ def verify_ledgers(
     return num_attempts, attempts
 
 
-def validate_order_fits_memory(run_dir: Path, plan: Plan) -> None:
+def _validate_order_fits_memory(run_dir: Path, plan: Plan) -> None:
     """Raise InputError if an epoch's order does not fit into memory: config.json may be damaged."""
     if plan.chunks is None:
         num_rows = plan.num_samples
@@ -222,7 +222,7 @@ def find_surviving_steps(attempts: list[Attempt], problems: list[str]) -> list[S
         parents = [
             earlier
             for earlier in attempts
-            if earlier.number < attempt.number and has_resumed_from(attempt, earlier)
+            if earlier.number < attempt.number and _has_resumed_from(attempt, earlier)
         ]
         if not parents:
             problems.append(
@@ -234,7 +234,7 @@ def find_surviving_steps(attempts: list[Attempt], problems: list[str]) -> list[S
         attempt = parents[-1]
 
 
-def has_resumed_from(attempt: Attempt, earlier: Attempt) -> bool:
+def _has_resumed_from(attempt: Attempt, earlier: Attempt) -> bool:
     """Return whether an attempt began with the state that an earlier one had at that step."""
     if attempt.parent:
         return earlier.number == attempt.parent and earlier.start <= attempt.start <= earlier.end
@@ -247,12 +247,12 @@ def read_snapshot_chains(run_dir: Path) -> dict[int, str]:
     for path in list_snapshots(run_dir / SNAPSHOTS_FOLDER):
         with suppress(OSError, ValueError):  # a damaged snapshot proves nothing; `train` reports it
             text = typed_file.read_file(path / MANIFEST_FILE)
-            manifest = typed_file.parse_json(text, ManifestHead)
+            manifest = typed_file.parse_json(text, _ManifestHead)
             chains[manifest.step] = manifest.ledger
     return chains
 
 
-def check_newest_snapshot(
+def _check_newest_snapshot(
     chains: dict[int, str], line: list[SurvivingSteps], problems: list[str]
 ) -> None:
     """Add a problem if the ledger does not have the newest snapshot's hash.
@@ -271,11 +271,11 @@ def check_newest_snapshot(
         )
 
 
-def read_result_steps(run_dir: Path, problems: list[str]) -> int:
+def _read_result_steps(run_dir: Path, problems: list[str]) -> int:
     """Return the number of steps of a finished run, 0 if it is not finished."""
     try:
         text = typed_file.read_file(run_dir / RESULT_FILE)
-        return typed_file.parse_json(text, StoredResult).steps
+        return typed_file.parse_json(text, _StoredResult).steps
     except FileNotFoundError:
         return 0
     except (OSError, ValueError) as error:
@@ -283,9 +283,9 @@ def read_result_steps(run_dir: Path, problems: list[str]) -> int:
         return 0
 
 
-def compare_with_plan(
+def _compare_with_plan(
     run_dir: Path, plan: Plan, line: list[SurvivingSteps], last: int, problems: list[str]
-) -> list[EpochCount]:
+) -> list[_EpochCount]:
     """Count the samples that were lost or repeated in each epoch.
 
     Args:
@@ -309,15 +309,15 @@ def compare_with_plan(
             f"the right {CONFIG_FILE} there: by it an epoch has {format_count(per_epoch, 'step')}",
         )
     last_epoch = plan.epoch_of_step(max(last - 1, 0))
-    epochs = [EpochCount(number) for number in range(last_epoch + 1)]
+    epochs = [_EpochCount(number) for number in range(last_epoch + 1)]
     for epoch in epochs:
         epoch.add(num_never_seen=plan.num_dropped)
-    for first, end in find_unrecorded(line, last):
+    for first, end in _find_unrecorded(line, last):
         for epoch in epochs[first // per_epoch : -(-end // per_epoch)]:
             begin = epoch.epoch * per_epoch
-            num_lost = count_samples(plan, max(first, begin), min(end, begin + per_epoch))
+            num_lost = _count_samples(plan, max(first, begin), min(end, begin + per_epoch))
             epoch.add(num_lost=num_lost)
-    num_never_seen = count_samples(plan, last, len(epochs) * per_epoch)
+    num_never_seen = _count_samples(plan, last, len(epochs) * per_epoch)
     epochs[-1].add(num_never_seen=num_never_seen)
     for steps in line:
         mismatches = [m for m in steps.attempt.mismatches if steps.first <= m.step <= steps.last]
@@ -326,11 +326,11 @@ def compare_with_plan(
             epoch = epochs[plan.epoch_of_step(mismatch.step - 1)]
             epoch.add(num_lost=mismatch.planned, num_repeated=num_repeated)
         mismatches.sort(key=lambda mismatch: (mismatch.step, mismatch.rank))
-        problems += describe_mismatches(steps.attempt, mismatches)
+        problems += _describe_mismatches(steps.attempt, mismatches)
     return epochs
 
 
-def find_unrecorded(line: list[SurvivingSteps], last: int) -> list[tuple[int, int]]:
+def _find_unrecorded(line: list[SurvivingSteps], last: int) -> list[tuple[int, int]]:
     """Return the steps [first, end) up to the last one that no surviving attempt has recorded."""
     if not line:
         return [(0, last)]
@@ -339,7 +339,7 @@ def find_unrecorded(line: list[SurvivingSteps], last: int) -> list[tuple[int, in
     return [before, after]
 
 
-def count_samples(plan: Plan, first: int, end: int) -> int:
+def _count_samples(plan: Plan, first: int, end: int) -> int:
     """Return the number of samples of the steps [first, end) of one epoch, counted from 0."""
     if first >= end:
         return 0
@@ -348,7 +348,7 @@ def count_samples(plan: Plan, first: int, end: int) -> int:
     return hi - lo
 
 
-def describe_mismatches(attempt: Attempt, mismatches: list[SampleMismatch]) -> Iterator[str]:
+def _describe_mismatches(attempt: Attempt, mismatches: list[SampleMismatch]) -> Iterator[str]:
     """Yield a line for each of the first mismatches: with other data, every step is one."""
     for mismatch in mismatches[:MAX_REPORTED_MISMATCHES]:
         yield (

@@ -34,7 +34,7 @@ MIX_ROUNDS = (
 MIX_LAST_SHIFT = np.uint64(31)
 
 
-def mix_indices(indices: Indices) -> Digests:
+def _mix_indices(indices: Indices) -> Digests:
     """Return what each index adds to a digest, in the same shape; indices are not negative."""
     try:
         values: Digests = MIXED_SMALL_INDICES[indices]
@@ -71,7 +71,7 @@ def compute_digests(indices: Indices, counts: list[int]) -> Digests:
     Returns:
         The digests, of shape (len(counts),).
     """
-    values = mix_indices(indices)
+    values = _mix_indices(indices)
     if len(counts) == 1:
         return np.add.reduce(values, keepdims=True)
     sums = np.zeros(len(values) + 1, np.uint64)

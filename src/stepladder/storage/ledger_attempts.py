@@ -58,11 +58,11 @@ def read_attempts(run_dir: Path, problems: list[str]) -> tuple[int, list[Attempt
         ranks.setdefault(number, []).append(rank)
     if not ranks:
         raise InputError(f"{run_dir} has no ledger of its steps", f"ls {run_dir / LEDGER_FOLDER}")
-    attempts = [read_attempt(run_dir, number, ranks[number], problems) for number in ranks]
+    attempts = [_read_attempt(run_dir, number, ranks[number], problems) for number in ranks]
     return len(ranks), [attempt for attempt in attempts if attempt is not None]
 
 
-def read_attempt(
+def _read_attempt(
     run_dir: Path, number: int, ranks: list[int], problems: list[str]
 ) -> Attempt | None:
     """Return an attempt by its first readable header, None if it was killed before its first step.
@@ -123,7 +123,7 @@ def verify_attempt(run_dir: Path, attempt: Attempt, plan: Plan, points: list[int
     Raises:
         LedgerError: At the first line that was altered, deleted or moved.
     """
-    readers = open_first_readers(run_dir, attempt)
+    readers = _open_first_readers(run_dir, attempt)
     if not readers:
         return
     max_steps = count_steps_per_read(attempt.world_size, plan.global_batch)
@@ -148,12 +148,12 @@ def verify_attempt(run_dir: Path, attempt: Attempt, plan: Plan, points: list[int
             if attempt.end < change.step:
                 raise LedgerError(f"{readers[column].label}: step {attempt.end + 1} is missing")
             attempt.set_end(change.step)
-            readers = apply_change(change, readers, attempt, run_dir)
+            readers = _apply_change(change, readers, attempt, run_dir)
         if attempt.end in points:
             attempt.add_chain(join_chains([reader.chain for reader in readers]))
 
 
-def open_first_readers(run_dir: Path, attempt: Attempt) -> list[RankLedgerReader]:
+def _open_first_readers(run_dir: Path, attempt: Attempt) -> list[RankLedgerReader]:
     """Open the ledgers of the ranks with which the attempt began.
 
     A rank may have been lost before it had written its header. Its ledger may be missing if the
@@ -167,7 +167,7 @@ def open_first_readers(run_dir: Path, attempt: Attempt) -> list[RankLedgerReader
     readers = []
     problems: dict[int, LedgerError] = {}
     for rank in range(attempt.world_size):
-        problem = find_header_problem(run_dir, attempt, rank)
+        problem = _find_header_problem(run_dir, attempt, rank)
         if problem is None:
             readers.append(RankLedgerReader(run_dir, attempt, rank))
         else:
@@ -184,7 +184,7 @@ def open_first_readers(run_dir: Path, attempt: Attempt) -> list[RankLedgerReader
     return readers
 
 
-def find_header_problem(run_dir: Path, attempt: Attempt, rank: int) -> LedgerError | None:
+def _find_header_problem(run_dir: Path, attempt: Attempt, rank: int) -> LedgerError | None:
     """Return why a rank's ledger has no header, None if it has one.
 
     Raises:
@@ -202,7 +202,7 @@ def find_header_problem(run_dir: Path, attempt: Attempt, rank: int) -> LedgerErr
     return None
 
 
-def apply_change(
+def _apply_change(
     change: ChangeLine, readers: list[RankLedgerReader], attempt: Attempt, run_dir: Path
 ) -> list[RankLedgerReader]:
     """Note a change of ranks in the attempt; lines after its step are void.

@@ -49,7 +49,7 @@ def compute_planned_steps(
         sizes.append(hi - lo)
     # Steps of one size are divided among the ranks alike.
     positions = {
-        size: locate_samples(plan, first + sizes.index(size), world_size, round_robin)
+        size: _locate_samples(plan, first + sizes.index(size), world_size, round_robin)
         for size in set(sizes)
     }
     counts = np.array([[len(samples) for samples in positions[size]] for size in sizes])
@@ -67,7 +67,7 @@ def compute_planned_steps(
     return PlannedSteps(first, epochs, counts, digests)
 
 
-def locate_samples(plan: Plan, step: int, world_size: int, round_robin: bool) -> list[Indices]:
+def _locate_samples(plan: Plan, step: int, world_size: int, round_robin: bool) -> list[Indices]:
     """Return for each rank the positions of its samples in the order of a step."""
     positions = []
     for rank in range(world_size):

@@ -174,7 +174,7 @@ class RankLedgerReader:
             self.offset = len(text)
             self.size = os.fstat(file.fileno()).st_size
         # The chain is the hash of the last line that was read.
-        stored, body, self.chain = split_line(
+        stored, body, self.chain = _split_line(
             text.decode(errors="replace"), "link", self.label, "header"
         )
         header = header or LedgerHeader(
@@ -275,7 +275,7 @@ class RankLedgerReader:
                 if _is_torn(raw):
                     break
                 text = raw.decode(errors="replace")
-                _, body, chain = split_line(text, "chain", self.label, "line")
+                _, body, chain = _split_line(text, "chain", self.label, "line")
                 if extend_chain(self.chain, body) != chain:
                     raise LedgerError(
                         f"{self.label}: a line before step {change.step + 1} was altered"
@@ -315,7 +315,7 @@ class RankLedgerReader:
         Raises:
             LedgerError: If the line is not what the rank wrote.
         """
-        line, body, chain = split_line(text, "chain", self.label, f"line after step {step - 1}")
+        line, body, chain = _split_line(text, "chain", self.label, f"line after step {step - 1}")
         stored_step = line.get("step", step)
         if extend_chain(self.chain, body) != chain:
             raise LedgerError(
@@ -327,7 +327,7 @@ class RankLedgerReader:
         if not is_count(line.get("count")):
             raise LedgerError(f"{self.label}: the line of step {step} names no number of samples")
         if {name: line.get(name) for name in planned} != planned:
-            difference = parse_digest(line.get("digest")) - parse_digest(planned["digest"])
+            difference = _parse_digest(line.get("digest")) - _parse_digest(planned["digest"])
             self.attempt.mismatches.append(
                 SampleMismatch(
                     step, self.rank, line["count"], planned["count"], difference % (1 << 64)
@@ -357,7 +357,7 @@ def has_no_header(path: Path) -> bool:
     return _is_torn(raw)
 
 
-def parse_digest(text: Any) -> int:
+def _parse_digest(text: Any) -> int:
     """Return the digest in a line, 0 if it is not one."""
     return int(text, 16) if isinstance(text, str) and HEX_DIGEST.fullmatch(text) else 0
 
@@ -367,7 +367,7 @@ def make_label(attempt: Attempt, rank: int) -> str:
     return f"attempt {attempt.number} rank {rank}"
 
 
-def split_line(text: str, name: str, label: str, kind: str) -> tuple[Any, str, str]:
+def _split_line(text: str, name: str, label: str, kind: str) -> tuple[Any, str, str]:
     """Split a line from its hash, which must be the last thing in it.
 
     Args:

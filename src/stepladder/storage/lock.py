@@ -43,7 +43,7 @@ NO_OWNER = {"token": None}  # the expected owner of a new directory
 
 
 @dataclass(frozen=True)
-class LockOwner:
+class _LockOwner:
     """The content of a lock file; ValueError for numbers that no writer has written.
 
     `saved` is whether the run directory has had a snapshot.
@@ -107,7 +107,7 @@ class RunDirLock:
             try:
                 if self._try_lock(file):
                     is_current = _is_file_at(file, self.path)
-                    if is_current and not has_owner_changed(expected, read_owner(self.folder)):
+                    if is_current and not _has_owner_changed(expected, read_owner(self.folder)):
                         return file
                     self._remove_link()
                     raise self.make_in_use_error()
@@ -118,7 +118,7 @@ class RunDirLock:
             self.has_waited = True
             owner = read_owner(self.folder)
             expected = expected or owner
-            if time.monotonic() > deadline or has_owner_changed(expected, owner):
+            if time.monotonic() > deadline or _has_owner_changed(expected, owner):
                 raise self.make_in_use_error()
             time.sleep(LOCK_RETRY_INTERVAL_S)
 
@@ -167,7 +167,7 @@ class RunDirLock:
         if not is_locked_here or owner.get("host") == socket.gethostname():
             return False
         raise InputError(
-            f"run directory {self.folder} is in use by {describe_owner(owner)}, if that still"
+            f"run directory {self.folder} is in use by {_describe_owner(owner)}, if that still"
             f" lives: the file system has no locks (flock: {error.strerror})",
             f"mount it with locks (Lustre: -o flock), or rm {link} if that run has ended",
         ) from error
@@ -175,7 +175,7 @@ class RunDirLock:
     def make_in_use_error(self) -> InputError:
         """Return the error to raise if another run has locked the directory."""
         return InputError(
-            f"run directory {self.folder} is in use by {describe_owner(read_owner(self.folder))}",
+            f"run directory {self.folder} is in use by {_describe_owner(read_owner(self.folder))}",
             "wait for it, stop it, or choose another --run-dir",
         )
 
@@ -208,7 +208,7 @@ class RunDirLock:
         """
         owner = self._read_owner()
         if owner.get("token") != self.token:
-            new_owner = f"to {describe_owner(owner)}" if owner else "(its lock file is gone)"
+            new_owner = f"to {_describe_owner(owner)}" if owner else "(its lock file is gone)"
             raise InputError(
                 f"this run has lost run directory {self.folder} {new_owner}; nothing was written",
                 "look who writes there; to train beside it, choose another --run-dir",
@@ -292,7 +292,7 @@ def _is_file_at(file: int, path: Path) -> bool:
 
 
 def read_owner(folder: Path) -> JsonObject:
-    """Return the content of the lock file: the fields of LockOwner, {} if it cannot be read."""
+    """Return the content of the lock file: the fields of _LockOwner, {} if it cannot be read."""
     return _read(folder / LOCK_FILE)
 
 
@@ -306,7 +306,7 @@ def _read(path: Path) -> JsonObject:
 def _read_strictly(path: Path) -> JsonObject:
     """Return the content of a lock file. Raises OSError, or ValueError if it is damaged."""
     owner: JsonObject = typed_file.parse_json(typed_file.read_file(path), dict)
-    typed_file.convert(owner, LockOwner)
+    typed_file.convert(owner, _LockOwner)
     return owner
 
 
@@ -327,7 +327,7 @@ def _lock_machine(folder: Path) -> Iterator[bool]:
             yield True
 
 
-def describe_owner(owner: JsonObject) -> str:
+def _describe_owner(owner: JsonObject) -> str:
     """Return the owner of a lock as part of a sentence."""
     if not owner:
         return "another run"
@@ -335,7 +335,7 @@ def describe_owner(owner: JsonObject) -> str:
     return to_one_line(f"process {owner.get('pid')} on {owner.get('host')}{job}")
 
 
-def has_owner_changed(before: JsonObject, now: JsonObject) -> bool:
+def _has_owner_changed(before: JsonObject, now: JsonObject) -> bool:
     """Return whether a lock file that named an owner now names a different one."""
     keys = ("host", "pid", "attempt", "token")
     return bool(before) and any(before.get(key) != now.get(key) for key in keys)

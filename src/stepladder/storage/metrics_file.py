@@ -81,7 +81,7 @@ def truncate_metrics(
         durable.replace_file(path) as temporary,
         os.fdopen(open_without_links(temporary, os.O_WRONLY), "w", encoding="utf-8") as new,
     ):
-        new.writelines(select_lines(path, file, step, steps_per_epoch))
+        new.writelines(_select_lines(path, file, step, steps_per_epoch))
         new.flush()
         validate_ownership()
 
@@ -113,14 +113,16 @@ def truncate_recent_metrics(
         for text in reversed(file.read().splitlines(keepends=True)):
             line = parse_line(text.decode(errors="replace"))
             is_valid = isinstance(line, dict) and is_metrics_line(line) and text.endswith(b"\n")
-            if is_valid and line["step"] <= step and is_permanent_line(line, steps_per_epoch):
+            if is_valid and line["step"] <= step and _is_permanent_line(line, steps_per_epoch):
                 break
             end -= len(text)
         validate_ownership()
         file.truncate(end)
 
 
-def select_lines(path: Path, file: Iterable[str], step: int, steps_per_epoch: int) -> Iterator[str]:
+def _select_lines(
+    path: Path, file: Iterable[str], step: int, steps_per_epoch: int
+) -> Iterator[str]:
     """Yield the lines of metrics.jsonl that remain when a run continues from `step`.
 
     Damaged lines at the end are left out.
@@ -141,10 +143,10 @@ def select_lines(path: Path, file: Iterable[str], step: int, steps_per_epoch: in
                 return
             if first_damaged:
                 raise make_damage_error(path, first_damaged)
-            if is_permanent_line(line, steps_per_epoch):
+            if _is_permanent_line(line, steps_per_epoch):
                 yield text
 
 
-def is_permanent_line(line: Line, steps_per_epoch: int) -> bool:
+def _is_permanent_line(line: Line, steps_per_epoch: int) -> bool:
     """Return whether a line is of a training step, or of an evaluation at the end of an epoch."""
     return "lr" in line or line["step"] % steps_per_epoch == 0

@@ -112,7 +112,7 @@ def validate_same_definition(
     raise InputError(
         f"run directory {run_dir} was started with"
         f" {name}={to_one_line(str(stored.get(name)))}, now it is {current.get(name)}{reason}",
-        f"{make_resume_hint(name, stored)}, --fresh to begin again, or {other_folder}",
+        f"{_make_resume_hint(name, stored)}, --fresh to begin again, or {other_folder}",
     )
 
 
@@ -122,7 +122,7 @@ def find_first_difference(stored: dict[str, Any], current: dict[str, Any]) -> st
     return next((name for name in names if stored.get(name) != current.get(name)), "")
 
 
-def make_resume_hint(name: str, stored: dict[str, Any]) -> str:
+def _make_resume_hint(name: str, stored: dict[str, Any]) -> str:
     """Return what to type so that one setting has its stored value."""
     hints = {
         "recipe": f"the recipe or job file {stored.get('recipe')}",

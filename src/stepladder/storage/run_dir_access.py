@@ -43,17 +43,17 @@ def validate_run_dir_writable(run_dir: Path) -> None:
             "--run-dir DIR in a place you can write to",
         )
     for name in RUN_FILES:
-        validate_path_writable(run_dir / name, is_folder=False)
+        _validate_path_writable(run_dir / name, is_folder=False)
     for name in RUN_FOLDERS:
-        validate_path_writable(run_dir / name, is_folder=True)
+        _validate_path_writable(run_dir / name, is_folder=True)
     for name in FOLDERS_OF_FILES:
         folder = run_dir / name
         if folder.is_dir():
             for path in sorted(folder.iterdir()):
-                validate_path_writable(path, is_folder=False)
+                _validate_path_writable(path, is_folder=False)
 
 
-def validate_path_writable(path: Path, is_folder: bool) -> None:
+def _validate_path_writable(path: Path, is_folder: bool) -> None:
     """Raise InputError if the path exists and the run cannot use it as its file or folder."""
     if not os.path.lexists(path):
         return

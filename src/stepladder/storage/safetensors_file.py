@@ -50,7 +50,7 @@ def write_tensors(
         tensor = tensors[name]
         end = offset + tensor.numel() * tensor.element_size()
         header[name] = {
-            "dtype": format_dtype(tensor.dtype),
+            "dtype": _format_dtype(tensor.dtype),
             "shape": list(tensor.shape),
             "data_offsets": [offset, end],
         }
@@ -75,7 +75,7 @@ def get_bytes(tensor: Tensor) -> Any:
     return flat.view(torch.uint8).numpy()
 
 
-def format_dtype(dtype: torch.dtype) -> str:
+def _format_dtype(dtype: torch.dtype) -> str:
     """Return the format's name of a dtype.
 
     Raises:

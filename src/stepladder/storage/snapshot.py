@@ -97,7 +97,7 @@ class Snapshot:
             raise self._make_other_model_error(differences, hint) from error
 
     def _make_other_model_error(self, differences: list[str], hint: str) -> InputError:
-        text = format_differences(differences)
+        text = _format_differences(differences)
         return InputError(f"snapshot {self.name} is of another model: {text}", hint)
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -123,7 +123,7 @@ class Snapshot:
         return state
 
 
-def format_differences(differences: list[str]) -> str:
+def _format_differences(differences: list[str]) -> str:
     """Return the first differences, and how many more there are."""
     text = "; ".join(differences[:MAX_NAMED_DIFFERENCES])
     num_more = len(differences) - MAX_NAMED_DIFFERENCES

@@ -143,7 +143,7 @@ def _is_covered(entry: JsonObject, parts: set[str]) -> bool:
     for file, lo, hi in _sort_pieces(entry):
         is_next = file in parts and lo == end < hi
         end = hi if is_next else -1
-    return end == count_rows(entry)
+    return end == _count_rows(entry)
 
 
 def _sort_pieces(entry: JsonObject) -> list[Any]:
@@ -151,7 +151,7 @@ def _sort_pieces(entry: JsonObject) -> list[Any]:
     return sorted(entry["pieces"], key=lambda piece: piece[1])
 
 
-def count_rows(entry: JsonObject) -> int:
+def _count_rows(entry: JsonObject) -> int:
     """Return the number of rows of a manifest entry, or of elements if it is flat."""
     shape = entry["shape"]
     if entry.get("flat"):
@@ -202,7 +202,7 @@ class SliceReader:
 
     def read_tensor(self, name: str) -> Tensor:
         """Return a whole tensor."""
-        num_rows = count_rows(self.slices[name])
+        num_rows = _count_rows(self.slices[name])
         return self._read(name, 0, num_rows).view(self.shape(name))
 
     def read_tensors(self, prefix: str) -> dict[str, Tensor]:
@@ -221,7 +221,7 @@ class SliceReader:
             full_name = STATE_PREFIX + name
             is_skipped = skip_prefix is not None and full_name.startswith(skip_prefix)
             if not is_skipped or not self.shape(full_name):
-                set_nested(state, name, self.read_tensor(full_name))
+                _set_nested(state, name, self.read_tensor(full_name))
 
     def _read(self, name: str, lo: int, hi: int) -> Tensor:
         """Return [lo, hi) of the rows or elements, from all parts that have some of them."""
@@ -308,7 +308,7 @@ class StoredModel:
             local.values.copy_(values)
 
 
-def set_nested(state: Any, name: str, tensor: Tensor) -> None:
+def _set_nested(state: Any, name: str, tensor: Tensor) -> None:
     """Set an entry of a nested dictionary.
 
     Args:

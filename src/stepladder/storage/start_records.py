@@ -68,7 +68,7 @@ def describe_command(argv: list[str]) -> str:
 def read_start_records(run_dir: Path) -> dict[int, StartRecord]:
     """Return the start of each attempt. Damaged lines are left out."""
     fields: dict[int, Line] = {}
-    for line in JsonlReader(run_dir / STARTS_FILE, has_attempt).read_new():
+    for line in JsonlReader(run_dir / STARTS_FILE, _has_attempt).read_new():
         fields.setdefault(line.pop("attempt"), {}).update(line)
     records = {}
     for attempt, values in fields.items():
@@ -77,5 +77,5 @@ def read_start_records(run_dir: Path) -> dict[int, StartRecord]:
     return records
 
 
-def has_attempt(line: Line) -> bool:
+def _has_attempt(line: Line) -> bool:
     return is_count(line.get("attempt"))

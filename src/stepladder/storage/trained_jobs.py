@@ -26,7 +26,7 @@ def record_trained_job(job_file: Path) -> None:
     if job_file.resolve().is_relative_to(OWN_PACKAGE):
         return
     with suppress(OSError, InputError):  # no home folder, or one that cannot be written
-        entry = make_entry(job_file)
+        entry = _make_entry(job_file)
         entries = read_entries()
         if entry["sha256"] is None or entry in entries:
             return
@@ -42,7 +42,7 @@ def record_trained_job(job_file: Path) -> None:
 def was_trained_before(job_file: Path) -> bool:
     """Return whether this user has trained this job file, with this content and at this path."""
     with suppress(OSError, InputError):
-        return make_entry(job_file) in read_entries()
+        return _make_entry(job_file) in read_entries()
     return False
 
 
@@ -51,7 +51,7 @@ def record_path() -> Path:
     return get_state_folder() / "trained.jsonl"
 
 
-def make_entry(job_file: Path) -> dict[str, str | None]:
+def _make_entry(job_file: Path) -> dict[str, str | None]:
     """Return the line of a job file."""
     return {"path": str(job_file.resolve()), "sha256": hash_file(job_file)}
 

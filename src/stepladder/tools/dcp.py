@@ -36,7 +36,7 @@ MAX_METADATA_BYTES = 2**30
 ChunkKey = tuple[str, tuple[int, ...]]  # the tensor's name, and the chunk's offsets in it
 
 
-class StoredChunk(NamedTuple):
+class _StoredChunk(NamedTuple):
     """The bytes of a file that `torch.save` wrote for one chunk of a tensor."""
 
     file: str
@@ -58,12 +58,12 @@ class Checkpoint:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         pickled = typed_file.read_file(folder / METADATA, MAX_METADATA_BYTES)
-        metadata = get_fields(Interpreter().run(pickled), METADATA_CLASS)
-        records = check_type(metadata.get("state_dict_metadata"), dict, "state_dict_metadata")
+        metadata = _get_fields(Interpreter().run(pickled), METADATA_CLASS)
+        records = _check_type(metadata.get("state_dict_metadata"), dict, "state_dict_metadata")
         # The metadata of each tensor. Other values of the checkpoint are pickles, which are not
         # read.
         self.tensors = {
-            check_type(name, str, "a tensor's name"): get_fields(record, TENSOR_CLASS)
+            _check_type(name, str, "a tensor's name"): _get_fields(record, TENSOR_CLASS)
             for name, record in records.items()
             if type(record) is not PickledObject or record.kind == TENSOR_CLASS
         }
@@ -71,25 +71,27 @@ class Checkpoint:
         self.shapes = {
             name: list(get_shape(fields, "size")) for name, fields in self.tensors.items()
         }
-        storage = check_type(metadata.get("storage_data"), dict, "storage_data")
+        storage = _check_type(metadata.get("storage_data"), dict, "storage_data")
         # The stored bytes of each chunk, by the tensor's name and the chunk's offsets.
         self.chunks = self._read_storage(storage)
 
-    def _read_storage(self, storage: dict[Any, Any]) -> dict[ChunkKey, StoredChunk]:
-        chunks: dict[ChunkKey, StoredChunk] = {}
+    def _read_storage(self, storage: dict[Any, Any]) -> dict[ChunkKey, _StoredChunk]:
+        chunks: dict[ChunkKey, _StoredChunk] = {}
         checked_files: set[str] = set()
         for index, info in storage.items():
-            fields = get_fields(index, INDEX_CLASS)
+            fields = _get_fields(index, INDEX_CLASS)
             if fields.get("offset") is None:  # it describes a value that is no tensor
                 continue
-            name = check_type(fields.get("fqn"), str, "a tensor's name")
+            name = _check_type(fields.get("fqn"), str, "a tensor's name")
             offsets = get_shape(fields, "offset")
-            chunks[name, offsets] = self._make_chunk(get_fields(info, STORAGE_CLASS), checked_files)
+            chunks[name, offsets] = self._make_chunk(
+                _get_fields(info, STORAGE_CLASS), checked_files
+            )
         return chunks
 
-    def _make_chunk(self, fields: Mapping[str, Any], checked_files: set[str]) -> StoredChunk:
+    def _make_chunk(self, fields: Mapping[str, Any], checked_files: set[str]) -> _StoredChunk:
         """Raise ValueError if the chunk's file is outside of the folder."""
-        file = check_type(fields.get("relative_path"), str, "relative_path")
+        file = _check_type(fields.get("relative_path"), str, "relative_path")
         if file not in checked_files:
             self._check_file(file)
             checked_files.add(file)
@@ -98,11 +100,11 @@ class Checkpoint:
                 f"{file} is compressed or encrypted by an extension of torch,"
                 " which is not read here"
             )
-        start = check_type(fields.get("offset"), int, "offset")
-        length = check_type(fields.get("length"), int, "length")
+        start = _check_type(fields.get("offset"), int, "offset")
+        length = _check_type(fields.get("length"), int, "length")
         if start < 0 or length < 0:
             raise ValueError(f"{METADATA} gives {file} a section before its begin")
-        return StoredChunk(file, start, length)
+        return _StoredChunk(file, start, length)
 
     def _check_file(self, file: str) -> None:
         """Raise ValueError if the name has a folder, or is a link that leads out of the folder."""
@@ -115,8 +117,8 @@ class Checkpoint:
 
         Raises OSError or ValueError if a chunk is missing, damaged, or is no tensor.
         """
-        records = check_type(self.tensors[name].get("chunks"), list, "chunks")
-        chunks = [get_fields(record, CHUNK_CLASS) for record in records]
+        records = _check_type(self.tensors[name].get("chunks"), list, "chunks")
+        chunks = [_get_fields(record, CHUNK_CLASS) for record in records]
         sizes_by_offsets = {
             get_shape(chunk, "offsets"): get_shape(chunk, "sizes") for chunk in chunks
         }
@@ -132,7 +134,7 @@ class Checkpoint:
             raise ValueError(
                 f"{METADATA} does not say where the piece of {name} at {list(offsets)} is stored"
             )
-        tensor = load_chunk(self.folder, self.chunks[name, offsets])
+        tensor = _load_chunk(self.folder, self.chunks[name, offsets])
         bounds = zip(offsets, sizes, strict=True)
         slices = [slice(start, start + size) for start, size in bounds]
         section = target[tuple(slices)]
@@ -143,14 +145,14 @@ class Checkpoint:
         section.copy_(tensor)
 
 
-def get_fields(value: Any, kind: str) -> dict[str, Any]:
+def _get_fields(value: Any, kind: str) -> dict[str, Any]:
     """Return the fields of an object of the class `kind`. Raises ValueError for anything else."""
     if type(value) is not PickledObject or value.kind != kind:
         raise ValueError(f"{METADATA} describes no checkpoint")
     return value.fields or {}
 
 
-def check_type(value: Any, kind: type[Kind], label: str) -> Kind:
+def _check_type(value: Any, kind: type[Kind], label: str) -> Kind:
     """Return the value if its type is exactly `kind`. Raises ValueError otherwise."""
     if not isinstance(value, kind) or type(value) is not kind:
         raise ValueError(f"{METADATA} describes no checkpoint: {label} is {type(value).__name__}")
@@ -162,13 +164,13 @@ def get_shape(fields: Mapping[str, Any], name: str) -> tuple[int, ...]:
     value = fields.get(name)
     if not is_shape(value):
         raise ValueError(f"{METADATA} describes no checkpoint: {name} is no shape")
-    return check_type(value, tuple, name)
+    return _check_type(value, tuple, name)
 
 
-class FileSection(io.RawIOBase):
+class _FileSection(io.RawIOBase):
     """The bytes of one chunk as a file, which is what torch.load reads."""
 
-    def __init__(self, file: BinaryIO, chunk: StoredChunk) -> None:
+    def __init__(self, file: BinaryIO, chunk: _StoredChunk) -> None:
         self.file = file
         self.chunk = chunk
         self.position = 0
@@ -193,13 +195,13 @@ class FileSection(io.RawIOBase):
         return int(count)
 
 
-def load_chunk(folder: Path, chunk: StoredChunk) -> Tensor:
+def _load_chunk(folder: Path, chunk: _StoredChunk) -> Tensor:
     """Return the tensor of a chunk. Raises OSError, or ValueError if it holds no tensor."""
     try:
         with typed_file.open_to_read(folder / chunk.file) as file:
             if chunk.start + chunk.length > os.fstat(file.fileno()).st_size:
                 raise ValueError("it is cut")
-            section: Any = FileSection(file, chunk)
+            section: Any = _FileSection(file, chunk)
             tensor = torch.load(section, map_location="cpu", weights_only=True)
     except OSError:
         raise

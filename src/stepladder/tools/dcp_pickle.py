@@ -87,7 +87,7 @@ NUM_ITEMS = {
 TAKE_MARKED_ITEMS = ("TUPLE", "APPENDS", "SETITEMS")  # all since the last MARK
 
 
-class GlobalName:
+class _GlobalName:
     """The name of a class or function, "module name"; never the class or function itself."""
 
     __slots__ = ("text",)
@@ -124,7 +124,7 @@ class PickledObject:
         return state.keys() <= FIELDS[self.kind]
 
 
-def evaluate_call(name: str, arguments: tuple[Any, ...]) -> Any:
+def _evaluate_call(name: str, arguments: tuple[Any, ...]) -> Any:
     """Return the result of a call that pickle writes for a known value, without calling anything.
 
     Values that are not used, such as layouts and paths, become None. Raises ValueError for all
@@ -139,7 +139,7 @@ def evaluate_call(name: str, arguments: tuple[Any, ...]) -> Any:
         return None
     if name in PATHS and all(kind is str for kind in kinds):
         return None
-    if name in GETATTR and kinds == [GlobalName, str] and arguments[0].text == MEMORY_FORMAT:
+    if name in GETATTR and kinds == [_GlobalName, str] and arguments[0].text == MEMORY_FORMAT:
         return None
     raise ValueError(f"it calls {name.replace(' ', '.')} with arguments that describe no tensor")
 
@@ -214,7 +214,7 @@ class Interpreter:
         self.push(self.memo[number])
 
     def push_global(self, text: str) -> None:
-        self.push(GlobalName(text))
+        self.push(_GlobalName(text))
 
     def open_mark(self, _: None) -> None:
         self.outer_stacks.append(self.stack)
@@ -252,16 +252,16 @@ class Interpreter:
 
     def push_object(self, parts: tuple[Any, ...]) -> None:
         kind, arguments = parts
-        is_known_class = type(kind) is GlobalName and kind.text in FIELDS
+        is_known_class = type(kind) is _GlobalName and kind.text in FIELDS
         if not is_known_class or type(arguments) is not tuple or arguments:
             raise ValueError("it makes an object that describes no tensor")
         self.push(PickledObject(kind.text))
 
     def push_result(self, parts: tuple[Any, ...]) -> None:
         function, arguments = parts
-        if type(function) is not GlobalName or type(arguments) is not tuple:
+        if type(function) is not _GlobalName or type(arguments) is not tuple:
             raise ValueError("it calls what is no function")
-        self.push(evaluate_call(function.text, arguments))
+        self.push(_evaluate_call(function.text, arguments))
 
     def set_fields(self, parts: tuple[Any, ...]) -> None:
         target, state = parts

@@ -48,7 +48,7 @@ class Estimate:
         return {"nproc": self.nproc, "shard": self.shard, **asdict(self.memory), "fits": fits}
 
 
-class DryRun:
+class _DryRun:
     """A job of fake tensors, which take no memory, and the memory that it would need.
 
     Raises InputError as `train` does.
@@ -151,7 +151,7 @@ def dry_run(request: TrainRequest, topology: Topology, device_memory: int | None
 
     The device memory is in bytes; without it, that of the GPU counts, if there is one.
     """
-    run = DryRun(request, topology)
+    run = _DryRun(request, topology)
     if device_memory is None and run.device.type == "cuda":
         device_memory = torch.cuda.get_device_properties(run.device).total_memory
     # An estimate makes steps, which change the learning rates of a schedule: describe first.
@@ -175,12 +175,12 @@ def dry_run(request: TrainRequest, topology: Topology, device_memory: int | None
         return DONE
     write_text("\n".join(description), sys.stdout)
     if estimates:
-        make_console(file=sys.stdout).print(make_table(estimates, device_memory))
+        make_console(file=sys.stdout).print(_make_table(estimates, device_memory))
     write_text(advice, sys.stdout)
     return DONE
 
 
-def make_table(estimates: Iterable[Estimate], device_memory: int | None) -> Table:
+def _make_table(estimates: Iterable[Estimate], device_memory: int | None) -> Table:
     table = Table(title="memory of a process, MB", title_justify="left", box=None, pad_edge=False)
     columns = ["processes", "--shard", "weights", "optimizer", "data", "rest", "peak"]
     if device_memory is not None:
@@ -214,7 +214,7 @@ def advise(
     alternatives = [
         alternative
         for name in SHARD_VALUES
-        if (alternative := find_fitting_sizes(estimates, name, device_memory)) is not None
+        if (alternative := _find_fitting_sizes(estimates, name, device_memory)) is not None
     ]
     if alternatives:
         flags = ", or ".join(alternatives)
@@ -226,7 +226,7 @@ def advise(
     )
 
 
-def find_fitting_sizes(estimates: list[Estimate], shard: str, device_memory: int) -> str | None:
+def _find_fitting_sizes(estimates: list[Estimate], shard: str, device_memory: int) -> str | None:
     """Return the numbers of processes that fit with a value of --shard, None if there are none."""
     fits_of_size = {
         estimate.nproc: estimate.fits_in(device_memory)

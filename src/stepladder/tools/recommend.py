@@ -48,10 +48,10 @@ def recommend(
         config.data_dir = str(data_dir)
     snapshot = read_newest_snapshot(run_dir)
     data = movielens.load(config)
-    user_index = find_user(data, user, config.data_dir)
+    user_index = _find_user(data, user, config.data_dir)
     job = movielens.build(config, data)
     snapshot.restore_model(job.model)
-    ratings = get_user_ratings(data, job.train_data, user_index)
+    ratings = _get_user_ratings(data, job.train_data, user_index)
     popular = not ratings.in_training.any()
     if popular:
         scores = ratings.counts.float()
@@ -72,7 +72,7 @@ def recommend(
     return {"schema": 1, "user": user, "step": snapshot.step, "popular": popular, "items": items}
 
 
-def find_user(data: Ratings | LeaveOneOut, user: int, data_dir: str) -> int:
+def _find_user(data: Ratings | LeaveOneOut, user: int, data_dir: str) -> int:
     """Return the user's index in the data. Raises InputError if there is no such user."""
     indices = np.flatnonzero(data.user_ids == user)
     if not len(indices):
@@ -83,7 +83,7 @@ def find_user(data: Ratings | LeaveOneOut, user: int, data_dir: str) -> int:
     return int(indices[0])
 
 
-class UserRatings(NamedTuple):
+class _UserRatings(NamedTuple):
     """The ratings of a user.
 
     Args:
@@ -97,14 +97,16 @@ class UserRatings(NamedTuple):
     rated: Tensor
 
 
-def get_user_ratings(data: Ratings | LeaveOneOut, train_data: Any, user_index: int) -> UserRatings:
+def _get_user_ratings(
+    data: Ratings | LeaveOneOut, train_data: Any, user_index: int
+) -> _UserRatings:
     rated = data.items[data.users == user_index]
     if isinstance(data, LeaveOneOut):
         matrix = torch.from_numpy(data.rated_matrix())
         rated = np.append(rated, data.held_out[user_index])
-        return UserRatings(matrix.sum(0), matrix[user_index], torch.from_numpy(rated))
+        return _UserRatings(matrix.sum(0), matrix[user_index], torch.from_numpy(rated))
     users, items = train_data[:2]
     num_items = len(data.item_ids)
     counts = torch.bincount(items, minlength=num_items)
     in_training = torch.bincount(items[users == user_index], minlength=num_items)
-    return UserRatings(counts, in_training, torch.from_numpy(rated))
+    return _UserRatings(counts, in_training, torch.from_numpy(rated))

@@ -96,9 +96,9 @@ def export(run_dir: Path, to: str, target: Path) -> str:
         durable.make_folder(target.absolute().parent)
         with durable.replace_folder(target) as temporary:
             if to == "safetensors":
-                write_safetensors(temporary, weights)
+                _write_safetensors(temporary, weights)
             else:
-                write_dcp(temporary, weights)
+                _write_dcp(temporary, weights)
     num_tensors = len(weights.meta_tensors)
     megabytes = weights.num_bytes / 1e6
     return f"written: {target}: {num_tensors} tensors, {megabytes:,.1f} MB, of {snapshot.name}"
@@ -110,9 +110,9 @@ def validate_new_path(target: Path, hint: str) -> None:
         raise InputError(f"{target} is there already", hint)
 
 
-def write_safetensors(folder: Path, weights: StoredWeights) -> None:
+def _write_safetensors(folder: Path, weights: StoredWeights) -> None:
     """Write each weight once: the format has no tied weights."""
-    files = split_into_files(weights.meta_tensors)
+    files = _split_into_files(weights.meta_tensors)
     if len(files) == 1:
         write_tensors(folder / MODEL_FILE, files[0], weights.read, {"format": "pt"})
         return
@@ -130,7 +130,7 @@ def write_safetensors(folder: Path, weights: StoredWeights) -> None:
     (folder / SAFETENSORS_INDEX).write_text(text, encoding="utf-8")
 
 
-def split_into_files(tensors: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+def _split_into_files(tensors: dict[str, Tensor]) -> list[dict[str, Tensor]]:
     """Split into files of at most MAX_WEIGHTS_FILE_BYTES; a larger tensor has its own file."""
     files: list[dict[str, Tensor]] = [{}]
     file_bytes = 0
@@ -143,21 +143,21 @@ def split_into_files(tensors: dict[str, Tensor]) -> list[dict[str, Tensor]]:
     return files
 
 
-def write_dcp(folder: Path, weights: StoredWeights) -> None:
+def _write_dcp(folder: Path, weights: StoredWeights) -> None:
     """Write each weight by all of its names, as a model's state_dict has them."""
     tensors = dict(weights.meta_tensors)
     for alias, name in weights.aliases.items():
         tensors[alias] = weights.meta_tensors[name]
     # A single file would keep all tensors in memory.
-    writer = AnonymousWriter(folder, single_file_per_rank=False)
-    planner = LazySavePlanner(weights)
-    with raise_first_failure(), warnings.catch_warnings():
+    writer = _AnonymousWriter(folder, single_file_per_rank=False)
+    planner = _LazySavePlanner(weights)
+    with _raise_first_failure(), warnings.catch_warnings():
         # torch warns that there is only one process.
         warnings.simplefilter("ignore", UserWarning)
         save(tensors, storage_writer=writer, planner=planner, no_dist=True)
 
 
-class LazySavePlanner(DefaultSavePlanner):
+class _LazySavePlanner(DefaultSavePlanner):
     """Reads a tensor only when it is to be written."""
 
     def __init__(self, weights: StoredWeights) -> None:
@@ -168,7 +168,7 @@ class LazySavePlanner(DefaultSavePlanner):
         return self.weights.read(index.fqn)
 
 
-class AnonymousWriter(FileSystemWriter):
+class _AnonymousWriter(FileSystemWriter):
     """Writes no path of this machine into `.metadata`."""
 
     def storage_meta(self) -> None:
@@ -176,7 +176,7 @@ class AnonymousWriter(FileSystemWriter):
 
 
 @contextmanager
-def raise_first_failure() -> Iterator[None]:
+def _raise_first_failure() -> Iterator[None]:
     """Raise a rank's first failure in place of torch's CheckpointException, which holds all."""
     try:
         yield

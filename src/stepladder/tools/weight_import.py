@@ -37,7 +37,7 @@ FORMATS_HINT = (
 )
 
 
-class WeightFolder(NamedTuple):
+class _WeightFolder(NamedTuple):
     """The weights in a folder.
 
     Args:
@@ -57,11 +57,11 @@ def import_weights(folder: Path, request: TrainRequest) -> str:
     """
     run_dir = request.settings.run_dir
     validate_new_path(run_dir, "another --run-dir")
-    weights = open_weights(folder)
+    weights = _open_weights(folder)
     build, recipe = load_job(request, World())
     model = build().model
     targets = {name: tensor.detach() for name, tensor in model.state_dict().items()}
-    stored_names = match_names(folder, targets, weights.shapes)
+    stored_names = _match_names(folder, targets, weights.shapes)
     try:
         for name, target in targets.items():
             if name in stored_names:
@@ -73,14 +73,14 @@ def import_weights(folder: Path, request: TrainRequest) -> str:
     ):
         durable.make_folder(run_dir.absolute().parent)
         with durable.replace_folder(run_dir) as temporary:
-            write_first_snapshot(temporary, model)
+            _write_first_snapshot(temporary, model)
     return (
         f"written: {run_dir}: {len(stored_names)} tensors,"
         f" which a run of {recipe.name} there begins with"
     )
 
 
-def write_first_snapshot(run_dir: Path, model: torch.nn.Module) -> None:
+def _write_first_snapshot(run_dir: Path, model: torch.nn.Module) -> None:
     """Write a snapshot of step 0 that holds the model and no other state."""
     tensors, aliases = split_tied_tensors(model.state_dict())
     manifest = {"step": 0, "aliases": aliases, "ledger": ""}
@@ -88,7 +88,7 @@ def write_first_snapshot(run_dir: Path, model: torch.nn.Module) -> None:
         write_snapshot_files(temporary, {"model": tensors, "state": {}}, manifest, [])
 
 
-def open_weights(folder: Path) -> WeightFolder:
+def _open_weights(folder: Path) -> _WeightFolder:
     """Open a folder of any known format. Raises InputError if it has none, or is damaged."""
     if folder.is_file():
         hint = f"its folder: stepladder import {folder.parent}"
@@ -98,13 +98,13 @@ def open_weights(folder: Path) -> WeightFolder:
         raise InputError(f"{folder} is a file", hint)
     try:
         if (folder / SAFETENSORS_INDEX).exists():
-            return open_safetensors_folder(folder, read_safetensors_index(folder))
+            return _open_safetensors_folder(folder, _read_safetensors_index(folder))
         if (folder / MODEL_FILE).exists():
             names = open_safetensors(folder / MODEL_FILE).keys()
-            return open_safetensors_folder(folder, dict.fromkeys(names, MODEL_FILE))
+            return _open_safetensors_folder(folder, dict.fromkeys(names, MODEL_FILE))
         if (folder / dcp.METADATA).exists():
             checkpoint = dcp.Checkpoint(folder)
-            return WeightFolder(checkpoint.shapes, checkpoint.read)
+            return _WeightFolder(checkpoint.shapes, checkpoint.read)
     except READ_ERRORS as error:
         raise InputError(f"{folder} cannot be read: {to_one_line(error)}", FORMATS_HINT) from error
     raise InputError(
@@ -113,7 +113,7 @@ def open_weights(folder: Path) -> WeightFolder:
     )
 
 
-def read_safetensors_index(folder: Path) -> dict[str, str]:
+def _read_safetensors_index(folder: Path) -> dict[str, str]:
     """Return the file of each tensor."""
     text = typed_file.read_file(folder / SAFETENSORS_INDEX, MAX_SAFETENSORS_INDEX_BYTES)
     index: dict[str, Any] = typed_file.parse_json(text, dict)
@@ -123,7 +123,7 @@ def read_safetensors_index(folder: Path) -> dict[str, str]:
     return weight_map
 
 
-def open_safetensors_folder(folder: Path, file_of_tensor: dict[str, str]) -> WeightFolder:
+def _open_safetensors_folder(folder: Path, file_of_tensor: dict[str, str]) -> _WeightFolder:
     for file in file_of_tensor.values():
         if Path(file).name != file:
             raise ValueError(f"{SAFETENSORS_INDEX} leads out of the folder, to {file}")
@@ -136,10 +136,10 @@ def open_safetensors_folder(folder: Path, file_of_tensor: dict[str, str]) -> Wei
     def read(name: str, target: Tensor) -> None:
         target.copy_(files[file_of_tensor[name]].get_tensor(name))
 
-    return WeightFolder(shapes, read)
+    return _WeightFolder(shapes, read)
 
 
-def match_names(
+def _match_names(
     folder: Path, targets: dict[str, Tensor], shapes: dict[str, list[int]]
 ) -> dict[str, str]:
     """Return the folder's name of each of the model's tensors; of tied tensors one is enough.
@@ -147,7 +147,7 @@ def match_names(
     Raises InputError for the first tensor that only one side has, or whose shapes differ.
     """
     hint = "the job, with the flags, whose model these weights are of"
-    stored_names = strip_prefix(targets, shapes)
+    stored_names = _strip_prefix(targets, shapes)
     stored_tensors = {
         targets[name].data_ptr()
         for name in stored_names.keys() & targets.keys()
@@ -173,7 +173,7 @@ def match_names(
     return stored_names
 
 
-def strip_prefix(targets: dict[str, Tensor], shapes: dict[str, list[int]]) -> dict[str, str]:
+def _strip_prefix(targets: dict[str, Tensor], shapes: dict[str, list[int]]) -> dict[str, str]:
     """Return the folder's names by the model's names.
 
     If no name is one of the model's, a prefix of all names is left out, such as "module.", which

@@ -82,7 +82,7 @@ class CapturedLoss:
         """
         if self.program is None:
             self.params = [param for param in model.parameters() if param.requires_grad]
-            self.program, self.count = record_pass(self.loss, model, batch)
+            self.program, self.count = _record_pass(self.loss, model, batch)
         self._move_gradients_out()
         # The results lie in the graph's memory, and may be read after the next replay.
         total, *counts = [result.clone() for result in self.program(batch)]
@@ -105,7 +105,7 @@ class CapturedLoss:
                 param.grad = param.grad.clone()  # type: ignore[union-attr]
 
 
-class RecordableLoss(nn.Module):
+class _RecordableLoss(nn.Module):
     """A job's loss as a module that returns only tensors, as make_graphed_callables needs it."""
 
     def __init__(self, loss: Loss, model: nn.Module) -> None:
@@ -135,7 +135,7 @@ class RecordableLoss(nn.Module):
         return (total,)
 
 
-def record_pass(loss: Loss, model: nn.Module, batch: Any) -> tuple[Any, Any]:
+def _record_pass(loss: Loss, model: nn.Module, batch: Any) -> tuple[Any, Any]:
     """Record the forward and backward pass of a batch.
 
     The loss runs four times. Buffers and random numbers are restored afterwards.
@@ -155,7 +155,7 @@ def record_pass(loss: Loss, model: nn.Module, batch: Any) -> tuple[Any, Any]:
     """
     buffers_before = [buffer.clone() for buffer in model.buffers()]
     rng_state = torch.cuda.get_rng_state()
-    module = RecordableLoss(loss, model)
+    module = _RecordableLoss(loss, model)
     sample = tree_map(torch.clone, batch)
     try:
         with torch.autocast("cuda", enabled=False):

@@ -92,10 +92,10 @@ def describe_machine(device: torch.device, compiles: bool = False) -> str:
         gpu = torch.cuda.get_device_name(device)
         return f"torch {torch.__version__}, CUDA {torch.version.cuda}, {gpu}{compiler}"
     vector_units = torch.backends.cpu.get_cpu_capability()
-    return f"torch {torch.__version__}, {vector_units}, {read_processor_model()}{compiler}"
+    return f"torch {torch.__version__}, {vector_units}, {_read_processor_model()}{compiler}"
 
 
-def read_processor_model() -> str:
+def _read_processor_model() -> str:
     """Return the model of the processor, or "" if Linux does not tell."""
     path = Path("/proc/cpuinfo")
     if path.exists():

@@ -65,7 +65,7 @@ def evaluate(
         max_passes = -(-len(bounds) // comm.world.world_size)  # rounded up
         pass_numbers += [0] * (max_passes - len(own_numbers))
     requests = ((EVALUATION_EPOCH, np.arange(*bounds[number])) for number in pass_numbers)
-    with eval_mode(model), closing(source.batches(requests)) as batches:
+    with _eval_mode(model), closing(source.batches(requests)) as batches:
         results = _compute_metrics(model, metrics, comm, zip(pass_numbers, batches, strict=True))
     names = _agree_on_names(results, comm)
     table = np.zeros((len(bounds), len(names), 2))
@@ -79,7 +79,7 @@ def evaluate(
 
 
 @contextmanager
-def eval_mode(model: nn.Module) -> Iterator[None]:
+def _eval_mode(model: nn.Module) -> Iterator[None]:
     """Set a model to eval mode for the length of the block.
 
     Each module gets its own mode back, since the user may have frozen some of them.

@@ -18,10 +18,10 @@ from stepladder.train.job import Job
 READ_NUMBER = torch.ops.aten._local_scalar_dense.default  # `.item()` and its like
 
 
-class SharedFakeMode(FakeTensorMode):
+class _SharedFakeMode(FakeTensorMode):
     """A mode that a weight and its copies share; copy.deepcopy would copy the mode."""
 
-    def __deepcopy__(self, _memo: dict[int, Any]) -> SharedFakeMode:
+    def __deepcopy__(self, _memo: dict[int, Any]) -> _SharedFakeMode:
         return self
 
 
@@ -30,7 +30,7 @@ class FakeModelBuilder:
 
     def __init__(self) -> None:
         # The FakeTensorMode of all tensors that it makes.
-        self.mode = SharedFakeMode(allow_non_fake_inputs=True)
+        self.mode = _SharedFakeMode(allow_non_fake_inputs=True)
         self.fake_by_real = WeakTensorKeyDictionary()
 
     def build(self, build: Callable[[], Job]) -> Job:
@@ -103,7 +103,7 @@ class StorageTally(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation of torch, and count the tensors that it returns."""
         if func is READ_NUMBER and isinstance(args[0], FakeTensor):
-            return make_number(args[0].dtype)
+            return _make_number(args[0].dtype)
         result = func(*args, **(kwargs or {}))
         self.add(result)
         return result
@@ -136,7 +136,7 @@ class StorageTally(TorchDispatchMode):
         self.peak = max(self.peak, self.now)
 
 
-def make_number(dtype: torch.dtype) -> bool | float | int:
+def _make_number(dtype: torch.dtype) -> bool | float | int:
     """Return any number of a type, to be read from a tensor that holds none."""
     if dtype == torch.bool:
         return True

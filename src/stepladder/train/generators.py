@@ -18,17 +18,17 @@ State = Any  # equal for equal states of a generator
 
 def seed_generators(seed: int, device: torch.device) -> None:
     """Seed all global generators; torch.manual_seed would take a millisecond."""
-    seed_torch(seed, device)
-    seed_host(seed)
+    _seed_torch(seed, device)
+    _seed_host(seed)
 
 
-def seed_torch(seed: int, device: torch.device) -> None:
+def _seed_torch(seed: int, device: torch.device) -> None:
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(seed)
 
 
-def seed_host(seed: int) -> None:
+def _seed_host(seed: int) -> None:
     """Seed the generators of Python and NumPy, which takes 15 us."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
@@ -47,8 +47,10 @@ class PassGenerators:
         self.device = device
         self.seeds_host = False
         self.was_drawn = False
-        self.read_states = [make_python_reader(), make_numpy_reader()]
-        seed_host(0)  # also drops a second Gaussian number, which a draw would take without a trace
+        self.read_states = [_make_python_reader(), _make_numpy_reader()]
+        _seed_host(
+            0
+        )  # also drops a second Gaussian number, which a draw would take without a trace
         self.states = self._read()
 
     def _read(self) -> list[State]:
@@ -69,11 +71,11 @@ class PassGenerators:
 
     def begin_pass(self, seed: int) -> None:
         """Seed the generators."""
-        seed_torch(seed, self.device)
+        _seed_torch(seed, self.device)
         # Something else has drawn from them since the last pass, such as a Dataset.
         is_changed = self._read() != self.states
         if self.seeds_host or is_changed:
-            seed_host(seed)
+            _seed_host(seed)
             self.states = self._read()
 
     def begin_update(self, seed: int) -> None:
@@ -92,30 +94,30 @@ class PassGenerators:
             self.states = states
 
 
-def make_python_reader() -> Callable[[], State]:
+def _make_python_reader() -> Callable[[], State]:
     """Return a function that reads the state of Python's generator.
 
     It reads two of its words in memory, which takes 0.1 us; random.getstate takes 10 us. If this
     Python has other objects, random.getstate is returned.
     """
     trial = random.Random(0)
-    read_trial = make_word_reader(id(trial) + object.__basicsize__, 0, 1)
+    read_trial = _make_word_reader(id(trial) + object.__basicsize__, 0, 1)
     before = read_trial()
     trial.random()
     if (before[0], read_trial()[0]) != (NUM_WORDS, 2):
         return random.getstate
-    return make_word_reader(id(random._inst) + object.__basicsize__, 0, 1)
+    return _make_word_reader(id(random._inst) + object.__basicsize__, 0, 1)
 
 
-def make_numpy_reader() -> Callable[[], State]:
+def _make_numpy_reader() -> Callable[[], State]:
     """Return a function that reads the state of NumPy's generator, likewise."""
     generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
     if not isinstance(generator, np.random.MT19937):
         return lambda: repr(np.random.get_state(legacy=False))
-    return make_word_reader(generator.ctypes.state_address, 0, NUM_WORDS)
+    return _make_word_reader(generator.ctypes.state_address, 0, NUM_WORDS)
 
 
-def make_word_reader(address: int, first: int, second: int) -> Callable[[], tuple[int, int]]:
+def _make_word_reader(address: int, first: int, second: int) -> Callable[[], tuple[int, int]]:
     """Return a function that reads two words of a Mersenne Twister, its index and one other.
 
     A draw moves the index; when all words are used, all of them change.

@@ -29,7 +29,7 @@ NCCL_ABORT_TIMEOUT_S = 20.0  # NCCL's own abort may wait for a GPU that does not
 NCCL_ERRORS_RAISE = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_BLOCKING_WAIT": "1"}
 
 
-class StartedCollective(Protocol):
+class _StartedCollective(Protocol):
     """A collective that was started."""
 
     @property
@@ -37,11 +37,11 @@ class StartedCollective(Protocol):
         """Whether it is done or has failed."""
 
 
-class FormerGroup(NamedTuple):
+class _FormerGroup(NamedTuple):
     """A process group that was left, with the collectives that were under way then."""
 
     group: Any
-    under_way: list[StartedCollective]
+    under_way: list[_StartedCollective]
     left_at: float
 
     def is_in_use(self, now: float) -> bool:
@@ -50,7 +50,7 @@ class FormerGroup(NamedTuple):
         return is_recent or not all(collective.is_finished for collective in self.under_way)
 
 
-_former_groups: list[FormerGroup] = []
+_former_groups: list[_FormerGroup] = []
 
 
 def can_use_nccl(world: World, device: torch.device) -> bool:
@@ -86,7 +86,7 @@ def poll_work(work: dist.Work, by_nccl: bool, deadline: float) -> None:
         work.wait(GLOO_POLL_INTERVAL)
 
 
-def destroy_group(by_nccl: bool, under_way: Collection[StartedCollective]) -> None:
+def destroy_group(by_nccl: bool, under_way: Collection[_StartedCollective]) -> None:
     """Leave the default group, and keep it until its threads are idle.
 
     Freeing a group of gloo waits for its threads, which may need the GIL.
@@ -99,7 +99,7 @@ def destroy_group(by_nccl: bool, under_way: Collection[StartedCollective]) -> No
         PeerLost: If NCCL cannot be aborted.
     """
     now = time.monotonic()
-    _former_groups.append(FormerGroup(dist.group.WORLD, list(under_way), now))
+    _former_groups.append(_FormerGroup(dist.group.WORLD, list(under_way), now))
     if by_nccl:
         _abort_nccl()
     else:

@@ -56,29 +56,29 @@ def describe_edits(job_file: str | None, job: Job, built: list[dict[str, Any]]) 
         group = f" (group {number})" if len(built) > 1 else ""
         for setting, value in in_file.items():
             is_scheduled = setting in SCHEDULED_SETTINGS and bool(job.schedules)
-            if is_scheduled or setting not in in_snapshot or is_same(value, in_snapshot[setting]):
+            if is_scheduled or setting not in in_snapshot or _is_same(value, in_snapshot[setting]):
                 continue
             lines.append(
-                f"  {setting} of the optimizer{group} is {as_text(value)} in {name},"
-                f" {as_text(in_snapshot[setting])} in the snapshot: the snapshot's is used."
+                f"  {setting} of the optimizer{group} is {_as_text(value)} in {name},"
+                f" {_as_text(in_snapshot[setting])} in the snapshot: the snapshot's is used."
                 " HINT: --fresh to begin again"
             )
     return lines
 
 
-def is_same(first: Any, second: Any) -> bool:
+def _is_same(first: Any, second: Any) -> bool:
     """Return whether two settings are equal, where tensors and lists may stand for tuples."""
-    return as_text(first) == as_text(second)
+    return _as_text(first) == _as_text(second)
 
 
-def as_text(value: Any) -> str:
+def _as_text(value: Any) -> str:
     """Return a setting as a person would type it."""
     if isinstance(value, torch.Tensor):
         if value.numel() == 1:
-            return as_text(value.item())
+            return _as_text(value.item())
         return f"a tensor of shape {list(value.shape)}"
     if isinstance(value, (tuple, list)):
-        return f"({', '.join(map(as_text, value))})"
+        return f"({', '.join(map(_as_text, value))})"
     if isinstance(value, float):
         return f"{value:g}"
     return repr(value)

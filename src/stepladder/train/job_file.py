@@ -27,7 +27,7 @@ IMPORTED_MODULES = {
 RECIPES_FOLDER = Path(__file__).parent.parent / "recipes"
 
 
-class StoredJob(NamedTuple):
+class _StoredJob(NamedTuple):
     """The job of a run directory.
 
     Args:
@@ -64,11 +64,11 @@ def find_job(name: str) -> Path:
         raise InputError(f"recipe {name!r} is unknown; there are {', '.join(recipes)}", hint)
     if not path.is_file():
         raise InputError(f"job file {name} does not exist", f"ls {path.absolute().parent}")
-    validate_module_name(path.resolve())
+    _validate_module_name(path.resolve())
     return path.resolve()
 
 
-def load_stored_job(run_dir: Path) -> StoredJob:
+def load_stored_job(run_dir: Path) -> _StoredJob:
     """Return the job that a run directory was written by.
 
     Raises:
@@ -85,17 +85,17 @@ def load_stored_job(run_dir: Path) -> StoredJob:
             path = Path(job_file)
         else:
             path = find_job(definition["recipe"])
-        validate_config_values(path, config)
+        _validate_config_values(path, config)
         types = get_type_hints(Settings)
         settings = {
             name: convert(value, types[name], name)
             for name, value in definition.items()
             if name in types
         }
-        return StoredJob(path.resolve(), config, settings)
+        return _StoredJob(path.resolve(), config, settings)
 
 
-def validate_module_name(path: Path) -> None:
+def _validate_module_name(path: Path) -> None:
     """Check that a job file hides no module that Python, torch or stepladder imports.
 
     The job file becomes the module of its name, so an import of that name would get the job file.
@@ -113,7 +113,7 @@ def validate_module_name(path: Path) -> None:
         )
 
 
-def validate_config_values(path: Path, config: dict[str, Any]) -> None:
+def _validate_config_values(path: Path, config: dict[str, Any]) -> None:
     """Raise ValueError if stored values of a Config do not fit the Config of the job file."""
     fields = {field.name: field for field in read_config_fields(path)}
     for name, value in config.items():

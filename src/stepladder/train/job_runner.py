@@ -45,8 +45,8 @@ def train_file(request: TrainRequest) -> int:
     folder = Path.cwd()
     with join_process_group(request) as (build, recipe, comm):
         job = build()
-        with raise_on_early_exit():
-            settings = resolve_paths(request.settings, folder)
+        with _raise_on_early_exit():
+            settings = _resolve_paths(request.settings, folder)
             result = Trainer(job, settings, recipe, comm).fit()
     if comm.world.is_first:
         if request.as_json:  # the last line on stdout, for a program
@@ -57,7 +57,7 @@ def train_file(request: TrainRequest) -> int:
 
 
 @contextmanager
-def raise_on_early_exit() -> Iterator[None]:
+def _raise_on_early_exit() -> Iterator[None]:
     """Turn an exit of the job, with the code of a run that ended well, into a RuntimeError.
 
     Raises:
@@ -75,7 +75,7 @@ def raise_on_early_exit() -> Iterator[None]:
         raise
 
 
-def resolve_paths(settings: Settings, folder: Path) -> Settings:
+def _resolve_paths(settings: Settings, folder: Path) -> Settings:
     """Return the settings with paths relative to `folder`, if the job has left that folder."""
     if Path.cwd() == folder:
         return settings
@@ -102,7 +102,7 @@ def join_process_group(request: TrainRequest) -> Iterator[tuple[Callable[[], Job
     world = World.detect()
     settings = request.settings
     build, recipe = load_job(request, world)
-    validate_world_unchanged(request.job, world)
+    _validate_world_unchanged(request.job, world)
     with ExitStack() as stack:
         device = pick_device(settings.device, world)
         group = process_group(world, device, settings.timeout)
@@ -133,21 +133,21 @@ def load_job(request: TrainRequest, world: World) -> tuple[Callable[[], Job], Re
     """
     path = request.job
     settings = request.settings
-    validate_init_from(settings)
+    _validate_init_from(settings)
     module = load_job_file(path)
     config_class: Any = getattr(module, "Config", None)
     values = request.config
     if settings.batch_per_rank is not None and hasattr(config_class, "global_batch"):
         # A schedule of the job counts its steps by the global batch.
         values = {**values, "global_batch": settings.batch_per_rank * world.world_size}
-    validate_config(path, config_class, values)
-    validate_build_signature(path, module.build)
+    _validate_config(path, config_class, values)
+    _validate_build_signature(path, module.build)
     config = config_class(**values)
     for field in fields(config):
         validate_int_size(path, field.name, getattr(config, field.name))
-    scale_learning_rate(config, settings, world)
+    _scale_learning_rate(config, settings, world)
     recipe = Recipe(path.stem, config, job_file=str(path))
-    seed_all(resolve_sizes(settings, recipe).seed)
+    _seed_all(resolve_sizes(settings, recipe).seed)
 
     def build() -> Job:
         defer_dynamo()
@@ -162,14 +162,14 @@ def load_job(request: TrainRequest, world: World) -> tuple[Callable[[], Job], Re
     return build, recipe
 
 
-def seed_all(seed: int) -> None:
+def _seed_all(seed: int) -> None:
     """Seed the global generators, for a build that has no generator of its own."""
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
 
 
-def validate_world_unchanged(path: Path, world: World) -> None:
+def _validate_world_unchanged(path: Path, world: World) -> None:
     """Raise InputError if the job file has changed the variables that say which rank this is."""
     present = World.detect()
     if (present.rank, present.world_size) != (world.rank, world.world_size):
@@ -179,13 +179,13 @@ def validate_world_unchanged(path: Path, world: World) -> None:
         )
 
 
-def validate_init_from(settings: Settings) -> None:
+def _validate_init_from(settings: Settings) -> None:
     """Raise InputError if --init-from is needed and names no run with a snapshot."""
     if settings.init_from is not None and not list_snapshots(settings.run_dir / SNAPSHOTS_FOLDER):
         source = Path(settings.init_from)
         if list_snapshots(source / SNAPSHOTS_FOLDER):
             return
-        if not (source / MANIFEST_FILE).exists() and holds_foreign_weights(source):
+        if not (source / MANIFEST_FILE).exists() and _holds_foreign_weights(source):
             raise InputError(
                 f"--init-from {source}: weights of another program, and no run with a snapshot",
                 f"stepladder import {source} JOB --run-dir {settings.run_dir}, and then train"
@@ -194,12 +194,12 @@ def validate_init_from(settings: Settings) -> None:
         read_newest_snapshot(source)  # raises
 
 
-def holds_foreign_weights(folder: Path) -> bool:
+def _holds_foreign_weights(folder: Path) -> bool:
     """Return whether a folder has files that `stepladder import` may read."""
     return (folder / ".metadata").exists() or any(folder.glob("*.safetensors*"))
 
 
-def validate_config(path: Path, config_class: Any, values: dict[str, Any]) -> None:
+def _validate_config(path: Path, config_class: Any, values: dict[str, Any]) -> None:
     """Raise InputError if Config is no dataclass, or a field has neither default nor value."""
     if not (is_dataclass(config_class) and isinstance(config_class, type)):
         raise InputError(
@@ -212,7 +212,7 @@ def validate_config(path: Path, config_class: Any, values: dict[str, Any]) -> No
             raise InputError(f"Config.{field.name} in {path.name} has no default", f"{flag} VALUE")
 
 
-def validate_build_signature(path: Path, build: Callable[..., Any]) -> None:
+def _validate_build_signature(path: Path, build: Callable[..., Any]) -> None:
     """Raise InputError if `build` cannot be called with a Config alone."""
     with suppress(ValueError):  # raised for a function of C, whose signature is unknown
         try:
@@ -224,7 +224,7 @@ def validate_build_signature(path: Path, build: Callable[..., Any]) -> None:
             ) from error
 
 
-def scale_learning_rate(config: Any, settings: Settings, world: World) -> None:
+def _scale_learning_rate(config: Any, settings: Settings, world: World) -> None:
     """Scale the Config's `lr` for a global batch that grows with the ranks, as --lr-scale asks.
 
     Linear scaling is by Goyal et al. 2017, section 2.1, and square-root scaling by Krizhevsky 2014,

@@ -56,7 +56,7 @@ def read_config_fields(path: Path) -> list[ConfigField]:
     build = definitions.get("build")
     config = definitions.get("Config")
     if not isinstance(build, ast.FunctionDef):
-        validate_not_imported(path, "build")
+        _validate_not_imported(path, "build")
         run = f"stepladder run {relative_to_cwd(path)}"
         raise InputError(
             f"{path.name} has no function build(config), so it is not a job file",
@@ -67,19 +67,19 @@ def read_config_fields(path: Path) -> list[ConfigField]:
             f"build() in {path.name} takes no parameters: it must take the config", BUILD_SIGNATURE
         )
     if not isinstance(config, ast.ClassDef):
-        validate_not_imported(path, "Config")
+        _validate_not_imported(path, "Config")
         raise InputError(
             f"{path.name} has no dataclass Config",
             "@dataclass class Config with one field per setting",
         )
     annotated = [node for node in config.body if isinstance(node, ast.AnnAssign)]
     nodes = [node for node in annotated if isinstance(node.target, ast.Name)]
-    validate_batch_field(path, [ast.unparse(node.target) for node in nodes])
+    _validate_batch_field(path, [ast.unparse(node.target) for node in nodes])
     lines = read_source(path).splitlines()
     return [_read_field(path, node, lines) for node in nodes]
 
 
-def validate_not_imported(path: Path, name: str) -> None:
+def _validate_not_imported(path: Path, name: str) -> None:
     """Raise InputError if the file imports its Config or build, whose text is then elsewhere."""
     for statement in parse_source(path).body:
         if not isinstance(statement, ast.ImportFrom):
@@ -93,7 +93,7 @@ def validate_not_imported(path: Path, name: str) -> None:
                 )
 
 
-def validate_batch_field(path: Path, names: list[str]) -> None:
+def _validate_batch_field(path: Path, names: list[str]) -> None:
     """Check that no field looks like the batch of a step but would have no effect.
 
     Args:

@@ -16,66 +16,66 @@ from stepladder.train.job import Job
 from stepladder.train.optimizers import is_plateau, list_optimizers
 
 
-class PartRule(NamedTuple):
+class _PartRule(NamedTuple):
     """What one part of a job must be, and what the HINT shows as an example."""
 
     is_valid: Callable[[Any], bool]
     example: str
 
 
-def is_optional_function(value: Any) -> bool:
+def _is_optional_function(value: Any) -> bool:
     return value is None or callable(value)
 
 
-def is_schedule(value: Any) -> bool:
+def _is_schedule(value: Any) -> bool:
     schedules = value if isinstance(value, tuple) else (value,)
     methods = ("step", "state_dict", "load_state_dict")
     return value is None or all(hasattr(each, name) for each in schedules for name in methods)
 
 
-def is_ema_decay(value: Any) -> bool:
+def _is_ema_decay(value: Any) -> bool:
     return value is None or (isinstance(value, float) and 0 <= value < 1)
 
 
-def is_clip_norm(value: Any) -> bool:
+def _is_clip_norm(value: Any) -> bool:
     return value is None or (isinstance(value, (int, float)) and value > 0)
 
 
-def is_best(value: Any) -> bool:
+def _is_best(value: Any) -> bool:
     if value is None:
         return True
     return isinstance(value, tuple) and value[1:] in (("max",), ("min",))
 
 
-def is_classes(value: Any) -> bool:
+def _is_classes(value: Any) -> bool:
     return isinstance(value, tuple) and {type(item) for item in value} <= {type}
 
 
 JOB_PARTS = {
-    "model": PartRule(
+    "model": _PartRule(
         lambda value: isinstance(value, nn.Module), "torch.nn.Linear(20, 1), or another module"
     ),
-    "optimizer": PartRule(
+    "optimizer": _PartRule(
         lambda value: isinstance(value, torch.optim.Optimizer),
         "torch.optim.SGD(model.parameters(), lr=0.1)",
     ),
-    "loss": PartRule(callable, "a function of (model, batch) that returns (sum, count)"),
-    "metrics": PartRule(is_optional_function, "a function of (model, batch), or None"),
-    "derived": PartRule(is_optional_function, "a function of the metrics' means, or None"),
-    "collate": PartRule(is_optional_function, "a function of a list of samples, or None"),
-    "schedule": PartRule(
-        is_schedule, "a scheduler of torch.optim.lr_scheduler, or a tuple of them"
+    "loss": _PartRule(callable, "a function of (model, batch) that returns (sum, count)"),
+    "metrics": _PartRule(_is_optional_function, "a function of (model, batch), or None"),
+    "derived": _PartRule(_is_optional_function, "a function of the metrics' means, or None"),
+    "collate": _PartRule(_is_optional_function, "a function of a list of samples, or None"),
+    "schedule": _PartRule(
+        _is_schedule, "a scheduler of torch.optim.lr_scheduler, or a tuple of them"
     ),
-    "schedule_per": PartRule(lambda value: value in ("step", "epoch"), '"step" or "epoch"'),
-    "ema_decay": PartRule(is_ema_decay, "0.999, or None"),
-    "clip_norm": PartRule(is_clip_norm, "1.0, or None"),
-    "best": PartRule(is_best, '("loss", "min")'),
-    "unit": PartRule(
+    "schedule_per": _PartRule(lambda value: value in ("step", "epoch"), '"step" or "epoch"'),
+    "ema_decay": _PartRule(_is_ema_decay, "0.999, or None"),
+    "clip_norm": _PartRule(_is_clip_norm, "1.0, or None"),
+    "best": _PartRule(_is_best, '("loss", "min")'),
+    "unit": _PartRule(
         lambda value: isinstance(value, str) and value.isprintable(), '"tokens", or another word'
     ),
-    "blocks": PartRule(is_classes, "(Block,), of classes"),
-    "num_workers": PartRule(lambda value: isinstance(value, int) and value >= 0, "0, or more"),
-    "eval_batch": PartRule(lambda value: isinstance(value, int) and value >= 1, "1, or more"),
+    "blocks": _PartRule(_is_classes, "(Block,), of classes"),
+    "num_workers": _PartRule(lambda value: isinstance(value, int) and value >= 0, "0, or more"),
+    "eval_batch": _PartRule(lambda value: isinstance(value, int) and value >= 1, "1, or more"),
 }
 
 
@@ -166,7 +166,7 @@ def validate_schedules(job: Job) -> None:
     """
     for schedule in job.schedules:
         if is_plateau(schedule):
-            validate_plateau(schedule, job)
+            _validate_plateau(schedule, job)
             continue
         parameters = inspect.signature(schedule.step).parameters.values()
         positional = [param for param in parameters if param.kind < param.VAR_POSITIONAL]
@@ -178,7 +178,7 @@ def validate_schedules(job: Job) -> None:
             )
 
 
-def validate_plateau(schedule: Any, job: Job) -> None:
+def _validate_plateau(schedule: Any, job: Job) -> None:
     """Raise InputError if ReduceLROnPlateau would watch no metric, or the wrong direction of it."""
     name, mode = job.best or ("the training loss", "min")
     if job.best is not None and (job.metrics is None or job.eval_data is None):

@@ -92,7 +92,7 @@ class Loader:
             by_length=is_sorted_by_length(data),
         )
         self._world = world
-        validate_shares(self._plan, world or find_world())
+        _validate_shares(self._plan, world or _find_world())
         self._run_dir = None if run_dir is None else Path(run_dir)
         self._step = 0  # batches that the loop was given
         self._attempt = 0  # the attempt of `run_dir` that gave the last batch
@@ -156,8 +156,8 @@ class Loader:
 
     def _open(self) -> None:
         # Called at the first batch: Lightning starts the ranks after the Loader is made.
-        world = self._world or find_world()
-        validate_shares(self._plan, world)
+        world = self._world or _find_world()
+        _validate_shares(self._plan, world)
         if self._run_dir is not None:
             # Late: most loops have no run directory.
             from stepladder.train.loader_ledger import LoaderLedger
@@ -207,7 +207,7 @@ class Loader:
         Raises:
             InputError: The state is of other data, or of a Loader with other arguments.
         """
-        validate_state(state, self._definition)
+        _validate_state(state, self._definition)
         validate_same_files(state.get("files"), get_contents(self._data), "the Loader's state")
         self.close()
         self._loop += 1
@@ -226,14 +226,14 @@ def close_open_loaders() -> None:
         loader.close()
 
 
-def find_world() -> World:
+def _find_world() -> World:
     """Return this rank, from the script's process group, or else from the launcher's variables."""
     if dist.is_available() and dist.is_initialized():
         return get_world_of_script()
     return World.detect()
 
 
-def validate_shares(plan: Plan, world: World) -> None:
+def _validate_shares(plan: Plan, world: World) -> None:
     """Raise InputError if a rank would have no sample in some step, and so no loss."""
     lo, hi = plan.batch(plan.steps_per_epoch - 1)
     min_samples = min(hi - lo, plan.global_batch)
@@ -250,7 +250,7 @@ def validate_shares(plan: Plan, world: World) -> None:
     )
 
 
-def validate_state(state: dict[str, Any], definition: dict[str, Any]) -> None:
+def _validate_state(state: dict[str, Any], definition: dict[str, Any]) -> None:
     """Raise InputError if a state was not made by a Loader with the same data and arguments."""
     if not isinstance(state, dict):
         raise InputError(f"the Loader's state is a {type(state).__name__}", STATE_HINT)

@@ -51,7 +51,7 @@ class LoaderLedger:
     def _agree_on_attempt(self, plan: Plan, world: World) -> int:
         if world.world_size == 1:
             return self._open_run_dir(plan)
-        validate_group(world)
+        _validate_group(world)
         answer: list[Any] = [None]
         if world.is_first:
             try:
@@ -70,9 +70,9 @@ class LoaderLedger:
         try:
             config = run_dir.read_json(CONFIG_FILE)
             if config is None:
-                run_dir.write_json(CONFIG_FILE, make_config(plan))
+                run_dir.write_json(CONFIG_FILE, _make_config(plan))
             else:
-                validate_same_plan(config, plan, self.path)
+                _validate_same_plan(config, plan, self.path)
         except BaseException:
             run_dir.close()
             raise
@@ -92,7 +92,7 @@ class LoaderLedger:
             self.run_dir.close()
 
 
-def validate_group(world: World) -> None:
+def _validate_group(world: World) -> None:
     """Raise InputError if torch's process group does not consist of the ranks of the Loader."""
     if not dist.is_initialized():
         raise InputError(
@@ -108,7 +108,7 @@ def validate_group(world: World) -> None:
         )
 
 
-def make_config(plan: Plan) -> dict[str, Any]:
+def _make_config(plan: Plan) -> dict[str, Any]:
     """Return the content of config.json for the run of a Loader."""
     definition = {
         "recipe": RECIPE,
@@ -124,7 +124,7 @@ def make_config(plan: Plan) -> dict[str, Any]:
     }
 
 
-def validate_same_plan(config: dict[str, Any], plan: Plan, path: Path) -> None:
+def _validate_same_plan(config: dict[str, Any], plan: Plan, path: Path) -> None:
     """Raise InputError if the run directory was begun with another order of samples."""
     stored = config.get("plan")
     current = plan.as_json()

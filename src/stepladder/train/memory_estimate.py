@@ -94,11 +94,11 @@ class FakeComm(Comm):
         return FakeComm(self.world.within_subgroup(labels), shares_memory=False)
 
 
-class RepeatedBatches:
+class _RepeatedBatches:
     """The batches of one step, which are read once and then repeated without their values."""
 
     def __init__(self, source: BatchSource, requests: Iterable[Request]) -> None:
-        with open_batches(source, requests) as batches:
+        with _open_batches(source, requests) as batches:
             self.batches_of_step = [(indices, batch) for indices, batch in batches]
 
     def __len__(self) -> int:
@@ -108,11 +108,11 @@ class RepeatedBatches:
         """Yield fake batches for ever."""
         while True:
             for indices, batch in self.batches_of_step:
-                yield indices, without_values(batch)
+                yield indices, _without_values(batch)
 
 
 @contextmanager
-def open_batches(source: BatchSource, requests: Iterable[Request]) -> Iterator[Batches]:
+def _open_batches(source: BatchSource, requests: Iterable[Request]) -> Iterator[Batches]:
     """Read batches in a block, and close the reader at its end."""
     batches = source.batches(requests)
     try:
@@ -121,7 +121,7 @@ def open_batches(source: BatchSource, requests: Iterable[Request]) -> Iterator[B
         batches.close()
 
 
-def without_values(batch: Any) -> Any:
+def _without_values(batch: Any) -> Any:
     """Return a batch of empty tensors: fake ones in the block of a FakeTensorMode."""
 
     def make_empty(tensor: Tensor) -> Tensor:
@@ -183,52 +183,52 @@ def estimate_memory(builder: FakeModelBuilder, spec: RunSpec, comm: Comm) -> Mem
     Raises:
         Exception: Whatever the job raises when it reads a number of a tensor that has none.
     """
-    data_tensors = find_data_tensors(spec)
+    data_tensors = _find_data_tensors(spec)
     storage_bytes = {t.data_ptr(): t.untyped_storage().nbytes() for t in data_tensors}
     data_bytes = sum(storage_bytes.values())
-    spec = make_dry_spec(spec, comm.world)
+    spec = _make_dry_spec(spec, comm.world)
     model = spec.job.model
-    eval_batch = read_first_eval_batch(spec)
+    eval_batch = _read_first_eval_batch(spec)
     full_bytes = 0  # of weights that are not cut into rows yet
     if spec.settings.shard == "full":
         full_bytes = sum(weight.nbytes for weight in model.parameters())
     tally = StorageTally()
-    with fake_process_group(spec.settings, comm), tally, ExitStack() as stack:
+    with _fake_process_group(spec.settings, comm), tally, ExitStack() as stack:
         session: Any = FakeSession(spec, comm)
         stack.enter_context(builder.mode)
         stack.enter_context(deterministic(spec.settings.sync == "exact", comm.device))
         tensors = (*model.parameters(), *model.buffers())
         weights = [to_local(tensor) for tensor in tensors]
         tally.add(weights)
-        weight_bytes = count_storage_bytes(weights)
+        weight_bytes = _count_storage_bytes(weights)
         tally.reset_peak()  # fully_shard cuts weights into rows in main memory
         with TrainingLoop(session, StopSignals()) as loop:
             for _ in range(ESTIMATED_STEPS):
                 loop.step()
         state = session.state.layout.optimizer_state
-        state_bytes = count_state_bytes(state)
+        state_bytes = _count_state_bytes(state)
         if eval_batch is not None and spec.job.metrics is not None:
             model.eval()
             with torch.no_grad():
-                spec.job.metrics(model, without_values(eval_batch))
+                spec.job.metrics(model, _without_values(eval_batch))
             model.train()
     state.clear()
     peak = max(tally.peak, full_bytes) + data_bytes
     return MemoryEstimate(weight_bytes, state_bytes, data_bytes, peak)
 
 
-def make_dry_spec(spec: RunSpec, world: World) -> RunSpec:
+def _make_dry_spec(spec: RunSpec, world: World) -> RunSpec:
     """Return the run with the batches of its first step, and without run-time checks."""
     settings = replace(spec.settings, fail_at=(), guard_every=None, replay_every=None)
     spans = spec.plan.share(0, world.rank, world.world_size)
     if not spec.by_microbatch:
         spans = fuse_spans(spans)
-    batches = RepeatedBatches(spec.train_source, spec.plan.requests(0, spans))
+    batches = _RepeatedBatches(spec.train_source, spec.plan.requests(0, spans))
     return replace(spec, settings=settings, train_source=batches)
 
 
 @contextmanager
-def fake_process_group(settings: Settings, comm: Comm) -> Iterator[None]:
+def _fake_process_group(settings: Settings, comm: Comm) -> Iterator[None]:
     """For --shard full, provide a process group whose other ranks do not exist.
 
     fully_shard accepts no Comm. This rank is the first of the group, which has the most rows of
@@ -249,13 +249,13 @@ def fake_process_group(settings: Settings, comm: Comm) -> Iterator[None]:
         torch.distributed.destroy_process_group()
 
 
-def count_storage_bytes(tensors: Iterable[Tensor]) -> int:
+def _count_storage_bytes(tensors: Iterable[Tensor]) -> int:
     """Return the bytes of the tensors' storages, each storage once."""
     storages = [tensor.untyped_storage() for tensor in tensors]
     return sum({id(storage): storage.nbytes() for storage in storages}.values())
 
 
-def count_state_bytes(states: Any) -> int:
+def _count_state_bytes(states: Any) -> int:
     """Return the bytes of the tensors in an optimizer's state."""
     total = 0
     for state in states.values():
@@ -265,17 +265,17 @@ def count_state_bytes(states: Any) -> int:
     return total
 
 
-def read_first_eval_batch(spec: RunSpec) -> Any:
+def _read_first_eval_batch(spec: RunSpec) -> Any:
     """Return the first batch of an evaluation, or None if there is no evaluation."""
     source = spec.eval_source
     if source is None or not len(source):
         return None
     size = min(len(source), spec.job.eval_batch)
-    with open_batches(source, [(0, np.arange(size))]) as batches:
+    with _open_batches(source, [(0, np.arange(size))]) as batches:
         return next(batches)[1]
 
 
-def find_data_tensors(spec: RunSpec) -> list[Tensor]:
+def _find_data_tensors(spec: RunSpec) -> list[Tensor]:
     """Return the tensors of the job's data, which each process holds completely."""
     tensors: list[Tensor] = []
     for source in (spec.train_source, spec.eval_source):

@@ -57,7 +57,7 @@ from stepladder.train.state import TrainState
 from stepladder.train.train_result import TrainResult
 
 
-class StoredRun(NamedTuple):
+class _StoredRun(NamedTuple):
     """What the run directory holds of the run as an attempt begins.
 
     Args:
@@ -94,7 +94,7 @@ def open_session(
             torch.set_num_threads(spec.threads)
             keep_freed_memory()
             with comm.phases(STARTING_UP):
-                session = Opening(RunAttempt(spec, comm, loggers, exit_stack)).open()
+                session = _Opening(RunAttempt(spec, comm, loggers, exit_stack)).open()
             yield session
     except BaseException as error:  # also an error of closing
         if isinstance(session, Session):
@@ -102,7 +102,7 @@ def open_session(
         raise
 
 
-class Opening:
+class _Opening:
     """Opens one attempt of a run: reads the run directory, restores the state, opens records."""
 
     def __init__(self, attempt: RunAttempt) -> None:
@@ -130,7 +130,7 @@ class Opening:
         if number is not None:
             return self._join(number)
         self._validate_ranks()  # before anything is written
-        stored = StoredRun(*self.comm.on_first(self._read_run_dir))
+        stored = _StoredRun(*self.comm.on_first(self._read_run_dir))
         if stored.result is not None:
             missed = describe_missed_failures(self.spec.settings, self.spec.num_steps)
             self.attempt.report("\n".join(missed))
@@ -148,7 +148,7 @@ class Opening:
 
     # -- on the first rank -------------------------------------------------------------------------
 
-    def _read_run_dir(self) -> StoredRun:
+    def _read_run_dir(self) -> _StoredRun:
         """Open the run directory and read it. For a new run, write its config.json."""
         spec = self.spec
         settings = spec.settings
@@ -170,7 +170,7 @@ class Opening:
         shuffle = find_shuffle(config, run_dir.path)
         result = self._read_result(run_dir)
         if result is not None:
-            return StoredRun(0, result, None, shuffle)
+            return _StoredRun(0, result, None, shuffle)
         snapshot = store.latest(self.attempt.report)
         if snapshot is None:
             run_dir.validate_snapshots_exist()
@@ -184,7 +184,7 @@ class Opening:
                 CONFIG_FILE, {"schema": RUN_SCHEMA, **spec.as_json(), "environment": facts}
             )
         self.attempt.record_start(run_dir)
-        return StoredRun(run_dir.attempt, None, snapshot, shuffle)
+        return _StoredRun(run_dir.attempt, None, snapshot, shuffle)
 
     def _load_initial_weights(self, is_fresh: bool) -> None:
         """Load the weights of --init-from into the model of a run that begins."""
@@ -209,7 +209,7 @@ class Opening:
 
     # -- on all ranks ------------------------------------------------------------------------------
 
-    def _start(self, stored: StoredRun) -> Session:
+    def _start(self, stored: _StoredRun) -> Session:
         """Restore the state and start the records. A collective."""
         spec = self.spec.with_order(stored.shuffle)
         comm = self.comm

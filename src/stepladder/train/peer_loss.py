@@ -9,7 +9,7 @@ from stepladder.core.errors import PeerLost
 WORKER_ENDED = "DataLoader worker (pid"  # how torch begins the message
 
 
-class RaisePeerLost(AbstractContextManager[None]):
+class _RaisePeerLost(AbstractContextManager[None]):
     """Turns a RuntimeError into PeerLost, so that the launcher shows the cause first.
 
     gloo and NCCL say only `Connection closed`. A class is faster than a generator, and a step
@@ -30,4 +30,4 @@ class RaisePeerLost(AbstractContextManager[None]):
             ) from error
 
 
-raising_peer_lost = RaisePeerLost()
+raising_peer_lost = _RaisePeerLost()

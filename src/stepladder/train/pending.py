@@ -12,7 +12,7 @@ from stepladder.rank.progress import AWAITED, COLLECTIVE, Progress
 from stepladder.train.peer_loss import raising_peer_lost
 
 
-class CollectiveOwner(Protocol):
+class _CollectiveOwner(Protocol):
     """What a handle uses of the Comm that has started the collective."""
 
     progress: Progress
@@ -26,7 +26,7 @@ class CollectiveOwner(Protocol):
 class Pending:
     """A collective that has started. Call `wait()` before its tensor is read."""
 
-    def __init__(self, work: dist.Work | Work | None, comm: CollectiveOwner | None = None) -> None:
+    def __init__(self, work: dist.Work | Work | None, comm: _CollectiveOwner | None = None) -> None:
         self._work = work
         self._comm = comm
         self._number = 0

@@ -74,8 +74,8 @@ class Phases:
         # The column of the phase under way.
         self.column = UNTIMED_COLUMN
         self.observer = None
-        timers: dict[Phase, PhaseTimer] = {phase: PhaseTimer(self, slots, phase) for phase in ALL}
-        timers[EXCHANGING] = ExchangeTimer(self, slots, EXCHANGING)
+        timers: dict[Phase, _PhaseTimer] = {phase: _PhaseTimer(self, slots, phase) for phase in ALL}
+        timers[EXCHANGING] = _ExchangeTimer(self, slots, EXCHANGING)
         # Returns the context manager of a phase. The same as calling the object, without a Python
         # frame: a step makes six such calls.
         self.timer = timers.__getitem__
@@ -90,7 +90,7 @@ class Phases:
         return seconds
 
 
-class PhaseTimer(AbstractContextManager[None]):
+class _PhaseTimer(AbstractContextManager[None]):
     """The context manager of one phase, made once and entered in every step."""
 
     __slots__ = ("mark_context", "outer_column", "phase", "phases", "slots", "start")
@@ -125,7 +125,7 @@ class PhaseTimer(AbstractContextManager[None]):
             mark_context.__exit__(*raised)
 
 
-class ExchangeTimer(PhaseTimer):
+class _ExchangeTimer(_PhaseTimer):
     """The context manager of EXCHANGING, whose time is not counted as this rank's own work.
 
     It may lie within a forward pass, where the weights of a block are gathered.

@@ -75,14 +75,14 @@ def validate_equal_models(comm: Comm, model: torch.nn.Module) -> None:
     first, peer = next(pair for pair in pairs if pair[0] != pair[1])
     alike = [rank for rank in different if texts[rank] == texts[different[0]]]
     raise InputError(
-        f"{format_ranks(alike)} has built another model than rank 0: {describe_tensor(peer)}, where"
-        f" rank 0 has {describe_tensor(first)}",
+        f"{format_ranks(alike)} has built another model than rank 0: {_describe_tensor(peer)},"
+        f" where rank 0 has {_describe_tensor(first)}",
         "build(config) the same on every rank: from the config alone, not from RANK, the host or"
         " its files",
     )
 
 
-def describe_tensor(description: Any) -> str:
+def _describe_tensor(description: Any) -> str:
     """Return a tensor's name, shape and type as text; "no more" for None."""
     if description is None:
         return "no more"
@@ -116,12 +116,12 @@ def validate_equal_data(comm: Comm, sources: dict[str, BatchSource | None]) -> N
             if peer != first:
                 raise InputError(
                     f"rank {rank} sees other {name} data than rank 0:"
-                    f" {describe_data_difference(peer, first)}",
+                    f" {_describe_data_difference(peer, first)}",
                     "the same files on every node: compare `stepladder data info` there",
                 )
 
 
-def describe_data_difference(peer: bytes, first: bytes) -> str:
+def _describe_data_difference(peer: bytes, first: bytes) -> str:
     """Return how the data of a rank differ from those of rank 0."""
     peer_count = int.from_bytes(peer[:SAMPLE_COUNT_BYTES], "big")
     first_count = int.from_bytes(first[:SAMPLE_COUNT_BYTES], "big")

@@ -135,7 +135,7 @@ class RecomputeCheck(LoopListener):
         span = self._choose_microbatch(step, owner)
         self.hashes = {}
         if span is not None:
-            with self.comm.phases(REPLAYING), preserve_random_state(self.comm.device):
+            with self.comm.phases(REPLAYING), _preserve_random_state(self.comm.device):
                 self.compute(span, self.reader.read(step, span), self._recompute_backward)
         return self._join_hashes()
 
@@ -233,7 +233,7 @@ class RecomputeCheck(LoopListener):
 
 
 @contextmanager
-def preserve_random_state(device: torch.device) -> Iterator[None]:
+def _preserve_random_state(device: torch.device) -> Iterator[None]:
     """Restore the random generators of Python, NumPy and torch at the end of the block."""
     devices = [torch.cuda.current_device()] if device.type == "cuda" else []
     python_state = random.getstate()

@@ -14,7 +14,7 @@ from stepladder.train.replica_check import ReplicasDiffer
 Claim = tuple[int, bytes]  # a rank, and the hashes that it computed
 
 
-class WrongRanks(NamedTuple):
+class _WrongRanks(NamedTuple):
     """The ranks that are wrong about one microbatch.
 
     Args:
@@ -44,7 +44,7 @@ class Mismatch(NamedTuple):
     hosts: list[str]
 
 
-def find_wrong_ranks(first: list[Claim], recomputed: list[bytes]) -> WrongRanks:
+def find_wrong_ranks(first: list[Claim], recomputed: list[bytes]) -> _WrongRanks:
     """Return the ranks whose result, now or at first, is not the majority result.
 
     If two ranks still differ, a rank that does not repeat its own result is wrong. A single rank
@@ -62,11 +62,11 @@ def find_wrong_ranks(first: list[Claim], recomputed: list[bytes]) -> WrongRanks:
     is_repeated = len(recomputed) > 1 or value in [claim for _, claim in first]
     if is_majority and is_repeated:
         claims = [*first, *enumerate(recomputed)]
-        return WrongRanks(sorted({rank for rank, claim in claims if claim != value}), value)
+        return _WrongRanks(sorted({rank for rank, claim in claims if claim != value}), value)
     unsteady = [rank for rank, claim in first if claim != recomputed[rank]]
     if len(recomputed) == 2 and len(unsteady) == 1:
-        return WrongRanks(unsteady, recomputed[1 - unsteady[0]])
-    return WrongRanks(sorted({rank for rank, _ in first}), b"")
+        return _WrongRanks(unsteady, recomputed[1 - unsteady[0]])
+    return _WrongRanks(sorted({rank for rank, _ in first}), b"")
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class MismatchReport:
 
     step: int
     mismatch: Mismatch
-    wrong: WrongRanks
+    wrong: _WrongRanks
     state: ReplicasDiffer | None
     items: list[str]
     members: list[int]

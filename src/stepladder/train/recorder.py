@@ -199,8 +199,8 @@ class Recorder:
         is_finite = np.isfinite(means) & np.isfinite(rates)
         num_finite = int(is_finite.cumprod().sum())  # before the first that is not finite
         if self.comm.world.is_first:
-            norm_values = read_norms(norms)
-            lines = step_lines(steps[:num_finite], epochs, means, rates, norm_values)
+            norm_values = _read_norms(norms)
+            lines = _step_lines(steps[:num_finite], epochs, means, rates, norm_values)
             self._append(METRICS_FILE, lines)
             timing = make_timing_line(steps[-1], len(steps), seconds)
             self._append(TIMING_FILE, format_line(timing))
@@ -210,7 +210,7 @@ class Recorder:
                 done = len(steps) * self.spec.plan.global_batch
             self.progress_bar.update(steps[-1], float(means[-1]), done)
         if num_finite < len(steps):
-            raise loss_error(
+            raise _loss_error(
                 steps[num_finite], means[num_finite], counts[num_finite], rates[num_finite]
             )
 
@@ -224,7 +224,7 @@ class Recorder:
         if self.losses_are_global and not world.is_first:
             own_losses = np.zeros(len(losses))
         else:
-            own_losses = read_losses(losses, self.comm.device)
+            own_losses = _read_losses(losses, self.comm.device)
         seconds = np.zeros((world.world_size, len(TIMING_KEYS)))
         seconds[world.rank] = self.comm.phases.take_seconds()
         sums = self.comm.sum(np.concatenate([own_losses, seconds.reshape(-1)]))
@@ -274,7 +274,7 @@ class Recorder:
                 at_end.callback(self.close_files)
 
 
-def read_losses(losses: Sequence[Loss], device: torch.device) -> np.ndarray:
+def _read_losses(losses: Sequence[Loss], device: torch.device) -> np.ndarray:
     """Return losses as numbers, shape (steps,). On a GPU all are read at once, in one wait."""
     if device.type == "cpu":
         return np.array([float(loss) if loss is not None else 0.0 for loss in losses])
@@ -284,7 +284,7 @@ def read_losses(losses: Sequence[Loss], device: torch.device) -> np.ndarray:
     return stacked.double().cpu().numpy()
 
 
-def read_norms(norms: Sequence[Tensor | None]) -> list[float | None]:
+def _read_norms(norms: Sequence[Tensor | None]) -> list[float | None]:
     """Return norms as numbers, read at once. None for no norm, or one that JSON cannot express."""
     tensors = [norm for norm in norms if norm is not None]
     values = iter(torch.stack(tensors).tolist() if tensors else [])
@@ -295,7 +295,7 @@ def read_norms(norms: Sequence[Tensor | None]) -> list[float | None]:
     return numbers
 
 
-def step_lines(
+def _step_lines(
     steps: Sequence[int],
     epochs: Sequence[int],
     means: np.ndarray,
@@ -313,7 +313,7 @@ def step_lines(
     return "".join(lines)
 
 
-def loss_error(step: int, mean: float, count: float, rate: float) -> InputError:
+def _loss_error(step: int, mean: float, count: float, rate: float) -> InputError:
     """Return the error for a step whose mean loss or learning rate is not a finite number."""
     if not math.isfinite(rate):
         return InputError(

@@ -93,7 +93,7 @@ def decide(positions: list[Position], rank: int) -> RecoveryDecision:
     )
 
 
-class JournalEntry(NamedTuple):
+class _JournalEntry(NamedTuple):
     """The state that the end of a step may change, saved before it is changed.
 
     Args:
@@ -107,7 +107,7 @@ class JournalEntry(NamedTuple):
     records: dict[str, Any]
 
 
-class StateMessage(NamedTuple):
+class _StateMessage(NamedTuple):
     """The training state of one rank, as it is sent to the ranks that are behind.
 
     Args:
@@ -143,7 +143,7 @@ class StepJournal(LoopListener):
         # The votes on the actions at the end of the last step, in the order of `Action`; None once
         # these actions are done.
         self.pending_actions: list[bool] | None = None
-        self.entry: JournalEntry | None = None
+        self.entry: _JournalEntry | None = None
 
     def after_update(self, votes: list[bool]) -> None:
         """Open the journal: if ranks are lost from here on, the others can complete the step."""
@@ -152,7 +152,7 @@ class StepJournal(LoopListener):
     def open(self, votes: list[bool]) -> None:
         """Save what the end of a step may change, before the agreed actions begin."""
         self.pending_actions = votes
-        self.entry = JournalEntry(votes, list(self.recorder.rows), self.state.records())
+        self.entry = _JournalEntry(votes, list(self.recorder.rows), self.state.records())
 
     def commit(self) -> None:
         """Mark the agreed actions as done."""
@@ -193,13 +193,13 @@ class StepJournal(LoopListener):
             message = list(self._make_message()) if is_source else None
             received = broadcast_state(comm, message, decision.source, decision.is_behind)
             if decision.is_behind:
-                self._adopt(StateMessage(*received))
+                self._adopt(_StateMessage(*received))
         layout.redistribute(holders)
         return self.recorder.last_written_step
 
-    def _make_message(self) -> StateMessage:
+    def _make_message(self) -> _StateMessage:
         weights, unfinished_step = self.state.layout.get_catch_up_state()
-        return StateMessage(
+        return _StateMessage(
             weights,
             self.state.state_dict(),
             self.state.step,
@@ -209,7 +209,7 @@ class StepJournal(LoopListener):
             unfinished_step,
         )
 
-    def _adopt(self, message: StateMessage) -> None:
+    def _adopt(self, message: _StateMessage) -> None:
         """Bring this rank to the state of the rank that has sent the message."""
         self.state.layout.catch_up(
             message.weights, message.unfinished_step, message.state[OPTIMIZER]

@@ -29,7 +29,7 @@ LIKELY_CAUSES = {
 }
 
 
-class Item(NamedTuple):
+class _Item(NamedTuple):
     """One value that must be equal on all ranks; `kind` is a key of LIKELY_CAUSES."""
 
     kind: str
@@ -105,23 +105,23 @@ class ReplicaCheck:
             raise self._find_difference(step, items)
         self.is_first = False
 
-    def _list_items(self, epoch_order_digest: bytes) -> Iterator[Item]:
+    def _list_items(self, epoch_order_digest: bytes) -> Iterator[_Item]:
         for name, param in self.model.named_parameters():
-            yield Item("parameter", name, fingerprint(param))
+            yield _Item("parameter", name, fingerprint(param))
         for name, buffer in self.model.named_buffers():
             if id(buffer) not in self.unshared_ids:
-                yield Item("buffer", name, fingerprint(buffer))
+                yield _Item("buffer", name, fingerprint(buffer))
         for number, group in enumerate(self.optimizer.param_groups):
             for index, param in enumerate(group["params"]):
                 owner = self.names.get(param, f"group {number}, parameter {index}")
                 for name, value in self.optimizer.state.get(param, {}).items():
-                    yield Item("optimizer", f"{name} of {owner}", fingerprint(value))
+                    yield _Item("optimizer", f"{name} of {owner}", fingerprint(value))
         for number, group in enumerate(self.optimizer.param_groups):
             rate = fingerprint(float(group["lr"]))
-            yield Item("learning rate", f"learning rate of group {number}", rate)
-        yield Item("data order", "data order of the epoch", epoch_order_digest)
+            yield _Item("learning rate", f"learning rate of group {number}", rate)
+        yield _Item("data order", "data order of the epoch", epoch_order_digest)
 
-    def _find_difference(self, step: int, items: list[Item]) -> ReplicasDiffer:
+    def _find_difference(self, step: int, items: list[_Item]) -> ReplicasDiffer:
         """Return which ranks differ in what. All ranks call this once their totals differ."""
         names = [(item.kind, item.name) for item in items]
         if ranks := find_minority(self.comm.gather_bytes(fingerprint(names))):

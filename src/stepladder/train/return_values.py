@@ -45,13 +45,13 @@ def parse_loss(result: Any, samples: int) -> tuple[Tensor, float]:
     count: Any = None
     if isinstance(result, tuple) and len(result) == 2:
         total, count = result
-    if not (is_number(total) and isinstance(total, Tensor) and total.requires_grad):
+    if not (_is_number(total) and isinstance(total, Tensor) and total.requires_grad):
         raise make_error("loss", result, LOSS_HINT)
     if total is result:
         total = total * samples
         count = samples
     # Converted once: if it is a tensor on a GPU, this waits for the forward pass.
-    count_value = float(count) if is_number(count) else -1.0
+    count_value = float(count) if _is_number(count) else -1.0
     if not 0 <= count_value < math.inf:
         raise make_error("loss", result, LOSS_HINT)
     return total if total.ndim == 0 else total.reshape(()), count_value
@@ -62,19 +62,19 @@ def validate_metrics(result: Any, expected_names: list[str] | None) -> None:
     is_valid = (
         isinstance(result, dict)
         and bool(result)
-        and all(is_sum_and_count(value) for value in result.values())
+        and all(_is_sum_and_count(value) for value in result.values())
         and (expected_names is None or set(expected_names) == result.keys())
     )
     if not is_valid:
         raise make_error("metrics", result, METRICS_HINT)
-    validate_metric_names("metrics", result)
+    _validate_metric_names("metrics", result)
 
 
-def is_sum_and_count(value: Any) -> bool:
+def _is_sum_and_count(value: Any) -> bool:
     """Return whether a value is a pair of numbers."""
     if not isinstance(value, (tuple, list)):
         return False
-    return len(value) == 2 and all(map(is_number, value))
+    return len(value) == 2 and all(map(_is_number, value))
 
 
 def validate_counts(counts: np.ndarray, names: list[str]) -> None:
@@ -106,7 +106,7 @@ def find_doubtful_counts(counts: np.ndarray, sizes: list[int], names: list[str])
     ]
 
 
-def validate_metric_names(function: str, result: dict[Any, Any]) -> None:
+def _validate_metric_names(function: str, result: dict[Any, Any]) -> None:
     """Check that each metric has a name that a line, a file and a page can show.
 
     Args:
@@ -133,9 +133,9 @@ def validate_metric_names(function: str, result: dict[Any, Any]) -> None:
 
 def parse_derived(result: Any) -> dict[str, float]:
     """Return the metrics of `derived` as numbers; raise InputError if any is not a number."""
-    if not (isinstance(result, dict) and all(map(is_number, result.values()))):
+    if not (isinstance(result, dict) and all(map(_is_number, result.values()))):
         raise make_error("derived", result, DERIVED_HINT)
-    validate_metric_names("derived", result)
+    _validate_metric_names("derived", result)
     return {name: float(value) for name, value in result.items()}
 
 
@@ -147,7 +147,7 @@ def validate_best(name: str, metrics: dict[str, float]) -> None:
         )
 
 
-def is_number(value: Any) -> bool:
+def _is_number(value: Any) -> bool:
     """Return whether a value is a number or a tensor of one number, without waiting for a GPU."""
     if isinstance(value, Tensor):
         return value.numel() == 1 and not value.is_complex()

@@ -52,7 +52,7 @@ def describe_run(spec: RunSpec, world: World, step: int = 0) -> list[str]:
         f" {plan.steps_per_epoch} steps per epoch, {spec.num_steps} in all",
         _describe_learning_rate(spec.job, settings, step),
     ]
-    dependent_parts = find_rank_dependence(spec.job, spec.by_microbatch)
+    dependent_parts = _find_rank_dependence(spec.job, spec.by_microbatch)
     if dependent_parts:
         lines.append(
             f"  one pass per process: {dependent_parts} depend on the number of processes;"
@@ -96,7 +96,7 @@ def describe_missed_failures(settings: Settings, steps_done: int) -> list[str]:
     ]
 
 
-def find_rank_dependence(job: Job, by_microbatch: bool) -> str:
+def _find_rank_dependence(job: Job, by_microbatch: bool) -> str:
     """Return what gives other results on another number of processes, "" for rounding alone."""
     if by_microbatch:
         return ""

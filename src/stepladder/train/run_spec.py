@@ -138,9 +138,9 @@ class RunSpec:
         train_source = open_data(job.train_data)
         if settings.capture:
             validate_capturable(train_source, comm.device)
-        plan = make_plan(job, settings, sizes, comm.world.world_size, len(train_source))
-        num_steps = count_steps(sizes.epochs, settings.steps, plan)
-        validate_fail_at(settings.fail_at, num_steps)
+        plan = _make_plan(job, settings, sizes, comm.world.world_size, len(train_source))
+        num_steps = _count_steps(sizes.epochs, settings.steps, plan)
+        _validate_fail_at(settings.fail_at, num_steps)
         eval_source: BatchSource | None = None
         if job.eval_data is not None and job.metrics is not None:
             eval_source = open_data(job.eval_data)
@@ -223,7 +223,7 @@ class RunSpec:
         }
 
 
-def make_plan(
+def _make_plan(
     job: Job, settings: Settings, sizes: Sizes, world_size: int, num_samples: int
 ) -> Plan:
     """Return the plan of a run.
@@ -262,7 +262,7 @@ def make_plan(
     return plan
 
 
-def count_steps(epochs: int, steps: int | None, plan: Plan) -> int:
+def _count_steps(epochs: int, steps: int | None, plan: Plan) -> int:
     """Return the optimizer steps of the whole run.
 
     Args:
@@ -297,7 +297,7 @@ def validate_step(spec: RunSpec, step: int) -> None:
         )
 
 
-def validate_fail_at(failures: Iterable[tuple[int, int]], num_steps: int) -> None:
+def _validate_fail_at(failures: Iterable[tuple[int, int]], num_steps: int) -> None:
     """Raise InputError if `fail_at` names a step that the run does not have."""
     for rank, step in failures:
         if step > num_steps:

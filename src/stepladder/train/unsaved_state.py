@@ -27,7 +27,7 @@ class UnsavedState(LoopListener):
 
     def __init__(self, job: Job) -> None:
         self.objects = [
-            each for each in list_optimizers(job.optimizer) if not saves_its_state(each)
+            each for each in list_optimizers(job.optimizer) if not _saves_its_state(each)
         ]
         # Not of a callable object, whose state a schedule saves.
         self.functions = [
@@ -50,7 +50,7 @@ class UnsavedState(LoopListener):
             f"attribute {name} of {type(each).__name__}": value
             for each in self.objects
             for name, value in vars(each).items()
-            if name not in find_torch_attributes()
+            if name not in _find_torch_attributes()
         }
         for function, epoch in self.functions:
             if function.__closure__:
@@ -62,7 +62,7 @@ class UnsavedState(LoopListener):
             if self.calls_functions:  # one that reads the time has another result
                 name = f"result of {function.__qualname__} for the same argument"
                 values[name] = float(function(epoch))
-        return {name: tuple(outline(value)) for name, value in values.items()}
+        return {name: tuple(_outline(value)) for name, value in values.items()}
 
     def after_gather(self) -> None:
         """Compare the values of each step, since a class may change them in some steps only.
@@ -84,7 +84,7 @@ class UnsavedState(LoopListener):
 
 
 @cache
-def find_torch_attributes() -> set[str]:
+def _find_torch_attributes() -> set[str]:
     """Return the attributes that torch sets, of which `state_dict` has what counts.
 
     An optimizer is made for it, which at import would load torch._dynamo: 70 MB.
@@ -93,13 +93,13 @@ def find_torch_attributes() -> set[str]:
     return {*attributes, "_opt_called", "_step_count", "step"}
 
 
-def saves_its_state(optimizer: torch.optim.Optimizer) -> bool:
+def _saves_its_state(optimizer: torch.optim.Optimizer) -> bool:
     """Tell whether an optimizer is torch's, or has a state_dict of its own."""
     kind = type(optimizer)
     return is_from_torch(optimizer) or kind.state_dict is not torch.optim.Optimizer.state_dict
 
 
-def outline(value: Any) -> Iterator[Any]:
+def _outline(value: Any) -> Iterator[Any]:
     """Yield what changes with a value: plain values, and torch's counts of writes to tensors.
 
     Weights and objects of other classes are left out.
@@ -113,6 +113,6 @@ def outline(value: Any) -> Iterator[Any]:
     elif isinstance(value, (dict, list, tuple, set)):
         yield len(value)
         for item in value:
-            yield from outline(item)
+            yield from _outline(item)
         if isinstance(value, dict):
-            yield from outline(list(value.values()))
+            yield from _outline(list(value.values()))

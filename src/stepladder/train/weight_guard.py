@@ -39,7 +39,7 @@ class WeightChanged(InputError):
         )
 
 
-class WeightGuard:
+class _WeightGuard:
     """Detects weights that change between two moments, by torch's count of writes.
 
     The count misses writes through `.data` and NumPy: `begin` can also keep hashes of the values.
@@ -60,11 +60,11 @@ class WeightGuard:
         self.hashes = self._hash_values() if compares_values else []
 
     def _read_versions(self) -> list[int]:
-        return [get_local(param)._version for param in self.params]
+        return [_get_local(param)._version for param in self.params]
 
     def _hash_values(self) -> list[bytes]:
         # Of copies: fully_shard cannot free the memory of what NumPy has seen.
-        return [fingerprint(get_local(param).detach().clone()) for param in self.params]
+        return [fingerprint(_get_local(param).detach().clone()) for param in self.params]
 
     def validate_unwritten(self) -> None:
         """Raise WeightChanged if torch has counted a write since `begin`."""
@@ -94,8 +94,8 @@ class PassGuard:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.guard = WeightGuard(dict(model.named_parameters()), CHANGED_BY_PASS)
-        self.gathered: dict[nn.Module, WeightGuard] = {}  # of modules that forward has called
+        self.guard = _WeightGuard(dict(model.named_parameters()), CHANGED_BY_PASS)
+        self.gathered: dict[nn.Module, _WeightGuard] = {}  # of modules that forward has called
         self.hooks: list[Any] = []
         for name, module in model.named_modules():
             if hasattr(module, "set_custom_reduce_scatter"):
@@ -121,8 +121,8 @@ class PassGuard:
             guard.validate_unwritten()
 
     def _note_gathered(self, prefix: str, module: nn.Module, _args: Any) -> None:
-        params = dict(list_own_parameters(module, prefix))
-        guard = WeightGuard(params, CHANGED_BY_PASS)
+        params = dict(_list_own_parameters(module, prefix))
+        guard = _WeightGuard(params, CHANGED_BY_PASS)
         guard.begin(self.guard.compares_values)
         self.gathered[module] = guard
 
@@ -136,7 +136,7 @@ class PassGuard:
             hook.remove()
 
 
-def list_own_parameters(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Parameter]]:
+def _list_own_parameters(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield the parameters that fully_shard has gathered, by name."""
     for name, param in module.named_parameters(prefix=prefix.removesuffix(".")):
         if not hasattr(param, "_local_tensor"):
@@ -146,13 +146,13 @@ def list_own_parameters(module: nn.Module, prefix: str) -> Iterator[tuple[str, n
 @contextmanager
 def validate_unchanged_weights(model: nn.Module, changed_by: str) -> Iterator[None]:
     """Raise WeightChanged at the end of the block if a weight has changed in it."""
-    guard = WeightGuard(dict(model.named_parameters()), changed_by)
+    guard = _WeightGuard(dict(model.named_parameters()), changed_by)
     guard.begin(compares_values=True)
     yield
     guard.validate()
 
 
-def get_local(param: Tensor) -> Tensor:
+def _get_local(param: Tensor) -> Tensor:
     """Return this rank's rows of a weight."""
     local: Tensor = getattr(param, "_local_tensor", param)
     return local

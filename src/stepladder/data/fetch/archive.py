@@ -26,7 +26,7 @@ ARCHIVE_ERRORS = (*ARCHIVE_DAMAGE, OSError)
 
 
 @dataclass(frozen=True)
-class ArchiveMember:
+class _ArchiveMember:
     """An entry of an archive.
 
     Args:
@@ -56,7 +56,7 @@ def is_archive(path: Path) -> bool:
 
 
 @contextmanager
-def open_archive(path: Path) -> Iterator[list[ArchiveMember]]:
+def open_archive(path: Path) -> Iterator[list[_ArchiveMember]]:
     """Open a zip or tar file for the block, and yield its members.
 
     Yields:
@@ -69,31 +69,31 @@ def open_archive(path: Path) -> Iterator[list[ArchiveMember]]:
     with as_input_error(f"cannot read {path}", "fetch it again", ARCHIVE_ERRORS):
         if zipfile.is_zipfile(path):
             archive = zipfile.ZipFile(path)
-            members = [make_zip_member(archive, info) for info in archive.infolist()]
+            members = [_make_zip_member(archive, info) for info in archive.infolist()]
         else:
             archive = tarfile.open(path)  # noqa: SIM115 - closed below
-            members = [make_tar_member(archive, info) for info in archive.getmembers()]
+            members = [_make_tar_member(archive, info) for info in archive.getmembers()]
     with archive:
         yield members
 
 
-def make_zip_member(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> ArchiveMember:
+def _make_zip_member(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> _ArchiveMember:
     # info.is_dir() fails on an empty name, which a damaged archive may have.
     is_folder = info.filename.endswith("/")
     kind: Literal["file", "folder", "other"] = "folder" if is_folder else "file"
     file_type = stat.S_IFMT(info.external_attr >> 16)
     if file_type not in (0, stat.S_IFREG, stat.S_IFDIR):
         kind = "other"
-    return ArchiveMember(info.filename, info.file_size, kind, partial(archive.open, info))
+    return _ArchiveMember(info.filename, info.file_size, kind, partial(archive.open, info))
 
 
-def make_tar_member(archive: tarfile.TarFile, info: tarfile.TarInfo) -> ArchiveMember:
+def _make_tar_member(archive: tarfile.TarFile, info: tarfile.TarInfo) -> _ArchiveMember:
     kind: Literal["file", "folder", "other"] = "other"
     if info.isreg():
         kind = "file"
     elif info.isdir():
         kind = "folder"
-    return ArchiveMember(info.name, info.size, kind, partial(archive.extractfile, info))
+    return _ArchiveMember(info.name, info.size, kind, partial(archive.extractfile, info))
 
 
 def unpack(archive: Path, folder: Path) -> None:
@@ -107,12 +107,12 @@ def unpack(archive: Path, folder: Path) -> None:
             folder cannot be written. Then the folder is unchanged.
     """
     with open_archive(archive) as members:
-        validate_members(archive, members)
+        _validate_members(archive, members)
         prefix = f"{folder.name}/"
         files = {
             member.name.removeprefix(prefix): member for member in members if member.kind == "file"
         }
-        if all(has_size(folder / name, member.size) for name, member in files.items()):
+        if all(_has_size(folder / name, member.size) for name, member in files.items()):
             return
         with (
             durable.name_write_errors(folder, FULL_DISK_HINT),
@@ -120,17 +120,17 @@ def unpack(archive: Path, folder: Path) -> None:
         ):
             unpacked = Path(temporary) / folder.name
             for name, member in files.items():
-                write_member(archive, member, unpacked / name)
+                _write_member(archive, member, unpacked / name)
             for name in files:
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 durable.move(unpacked / name, folder / name)
 
 
-def has_size(path: Path, size: int) -> bool:
+def _has_size(path: Path, size: int) -> bool:
     return path.is_file() and path.stat().st_size == size
 
 
-def validate_members(archive: Path, members: list[ArchiveMember]) -> None:
+def _validate_members(archive: Path, members: list[_ArchiveMember]) -> None:
     """Raise InputError for the first member whose name or kind could reach outside the folder."""
     for member in members:
         path = PureWindowsPath(member.name)  # it knows both separators, and drives
@@ -141,7 +141,7 @@ def validate_members(archive: Path, members: list[ArchiveMember]) -> None:
             )
 
 
-def write_member(archive: Path, member: ArchiveMember, target: Path) -> None:
+def _write_member(archive: Path, member: _ArchiveMember, target: Path) -> None:
     """Write a member to a file.
 
     Args:

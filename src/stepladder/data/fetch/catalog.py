@@ -49,7 +49,7 @@ class DataSet:
     build: Callable[[Path, Feedback], Any] | None = None
 
 
-def build_leave_one_out(folder: Path, feedback: Feedback) -> None:
+def _build_leave_one_out(folder: Path, feedback: Feedback) -> None:
     """Make the leave-one-out files of MovieLens 1M."""
     # Imported here, because it needs NumPy, and most users of the catalog do not.
     from stepladder.data.movielens.one_million import write_1m_files
@@ -66,29 +66,29 @@ MNIST_MIRRORS = (
 )
 
 
-def mnist_file(name: str, size: int, sha256: str) -> RemoteFile:
+def _mnist_file(name: str, size: int, sha256: str) -> RemoteFile:
     return RemoteFile(name, size, sha256, tuple(mirror + name for mirror in MNIST_MIRRORS))
 
 
 MNIST = DataSet(
     name="mnist",
     files=(
-        mnist_file(
+        _mnist_file(
             "train-images-idx3-ubyte.gz",
             9912422,
             "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609",
         ),
-        mnist_file(
+        _mnist_file(
             "train-labels-idx1-ubyte.gz",
             28881,
             "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c",
         ),
-        mnist_file(
+        _mnist_file(
             "t10k-images-idx3-ubyte.gz",
             1648877,
             "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6",
         ),
-        mnist_file(
+        _mnist_file(
             "t10k-labels-idx1-ubyte.gz",
             4542,
             "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6",
@@ -112,14 +112,14 @@ MOVIELENS_CITATION = (
 )
 
 
-def movielens_zip(name: str, size: int, sha256: str) -> RemoteFile:
+def _movielens_zip(name: str, size: int, sha256: str) -> RemoteFile:
     return RemoteFile(name, size, sha256, (MOVIELENS_URL + name,), unpack=True)
 
 
 MOVIELENS_SMALL = DataSet(
     name="movielens-small",
     files=(
-        movielens_zip(
+        _movielens_zip(
             "ml-latest-small.zip",
             978202,
             "696d65a3dfceac7c45750ad32df2c259311949efec81f0f144fdfb91ebc9e436",
@@ -135,7 +135,7 @@ MOVIELENS_SMALL = DataSet(
 MOVIELENS_1M = DataSet(
     name="movielens-1m",
     files=(
-        movielens_zip(
+        _movielens_zip(
             "ml-1m.zip", 5917549, "a6898adb50b9ca05aa231689da44c217cb524e7ebd39d264c56e2832f2c54e20"
         ),
     ),
@@ -144,7 +144,7 @@ MOVIELENS_1M = DataSet(
         "(see README in the archive)"
     ),
     citation=MOVIELENS_CITATION,
-    build=build_leave_one_out,
+    build=_build_leave_one_out,
 )
 
 # -- texts -----------------------------------------------------------------------------------------

@@ -49,7 +49,9 @@ def fetch_dataset(
         InputError: No mirror, or not the source, has a right file; or the folder cannot be written.
     """
     missing = [
-        file for file in dataset.files if not has_right_file(file, target_dir / file.name, feedback)
+        file
+        for file in dataset.files
+        if not _has_right_file(file, target_dir / file.name, feedback)
     ]
     with ExitStack() as stack:
         openers: dict[str, Opener] = {}
@@ -77,7 +79,7 @@ def unpacked_folder(file: RemoteFile, target_dir: Path) -> Path:
     return target_dir / file.name.split(".")[0]
 
 
-def has_right_file(file: RemoteFile, path: Path, feedback: Feedback) -> bool:
+def _has_right_file(file: RemoteFile, path: Path, feedback: Feedback) -> bool:
     """Return whether the file exists with the right SHA-256, and tell the user."""
     if not path.is_file():
         return False
@@ -102,7 +104,7 @@ def download(dataset: DataSet, part: PartialFile, feedback: Feedback) -> None:
     for url in part.file.urls:
         for _ in range(ATTEMPTS_PER_MIRROR):
             try:
-                request_file(url, part, feedback)
+                _request_file(url, part, feedback)
                 return
             except SourceError as error:
                 failures[url] = f"{urlsplit(url).netloc}: {error}"
@@ -114,7 +116,7 @@ def download(dataset: DataSet, part: PartialFile, feedback: Feedback) -> None:
     )
 
 
-def request_file(url: str, part: PartialFile, feedback: Feedback) -> None:
+def _request_file(url: str, part: PartialFile, feedback: Feedback) -> None:
     """Request all bytes of the file once.
 
     Args:
@@ -130,24 +132,24 @@ def request_file(url: str, part: PartialFile, feedback: Feedback) -> None:
     request = urllib.request.Request(url, headers={"User-Agent": "stepladder"})
     try:
         with urllib.request.urlopen(request, timeout=DOWNLOAD_TIMEOUT_S) as response:
-            check_length(response, part.file)
+            _check_length(response, part.file)
             part.fill(response.read1, feedback)
     except urllib.error.HTTPError as error:
         error.close()
-        raise SourceError(f"HTTP {error.code} {describe_error(error)}") from error
+        raise SourceError(f"HTTP {error.code} {_describe_error(error)}") from error
     except NETWORK_ERRORS as error:
         kind = BrokenTransfer if part.size else SourceError
-        raise kind(describe_error(error)) from error
+        raise kind(_describe_error(error)) from error
 
 
-def check_length(response: Any, file: RemoteFile) -> None:
+def _check_length(response: Any, file: RemoteFile) -> None:
     """Raise SourceError when the server announces another size, such as that of a login page."""
     length = response.headers.get("Content-Length") or ""
     if length.isdigit() and int(length) != file.bytes:
         raise SourceError(f"offers {int(length):,} bytes instead of {file.bytes:,}")
 
 
-def describe_error(error: Exception) -> str:
+def _describe_error(error: Exception) -> str:
     """Return an error's message without urllib's wrapping, on one line."""
     cause = getattr(error, "reason", error)
     text = getattr(cause, "strerror", None) or str(cause) or type(cause).__name__
@@ -161,6 +163,6 @@ def copy(source: Path, opener: Opener, part: PartialFile, feedback: Feedback) ->
             part.fill(stream.read, feedback)
     except (SourceError, *ARCHIVE_ERRORS) as error:
         raise InputError(
-            f"cannot use {part.file.name} from {source}: {describe_error(error)}",
+            f"cannot use {part.file.name} from {source}: {_describe_error(error)}",
             "get another copy of it, or omit --from to fetch it from its mirrors",
         ) from error

@@ -40,10 +40,10 @@ def open_source(
     names = [file.name for file in dataset.files]
     with ExitStack() as stack:
         if source.is_dir():
-            openers = find_in_folder(source, names)
+            openers = _find_in_folder(source, names)
         else:
             validate_readable(source)
-            openers = find_in_file(source, names, stack)
+            openers = _find_in_file(source, names, stack)
         lacking = [file.name for file in missing if file.name not in openers]
         if lacking:
             raise InputError(
@@ -54,12 +54,12 @@ def open_source(
         yield openers
 
 
-def find_in_folder(folder: Path, names: list[str]) -> dict[str, Opener]:
+def _find_in_folder(folder: Path, names: list[str]) -> dict[str, Opener]:
     paths = [folder / name for name in names]
     return {path.name: partial(path.open, "rb") for path in paths if path.is_file()}
 
 
-def find_in_file(source: Path, names: list[str], stack: ExitStack) -> dict[str, Opener]:
+def _find_in_file(source: Path, names: list[str], stack: ExitStack) -> dict[str, Opener]:
     """Return openers for an archive's members, or for the file; `stack` closes the archive."""
     if source.name in names:
         return {source.name: partial(source.open, "rb")}

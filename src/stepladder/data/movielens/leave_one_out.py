@@ -188,12 +188,12 @@ def read_leave_one_out(folder: Path) -> LeaveOneOut:
     """
     negative_name = sorted(folder.glob("*.test.negative*"))[0].name
     prefix = negative_name.split(".test.negative")[0]
-    train_path = require_file(folder, f"{prefix}.train.pairs", f"{prefix}.train.rating")
-    test_path = require_file(folder, f"{prefix}.test.rating")
-    negative_path = require_file(folder, f"{prefix}.test.negative")
-    train = read_integers(train_path)[:, :2]
-    test = read_integers(test_path)[:, :2]
-    candidates = read_integers(negative_path, lambda text: text.translate(PARENTHESES_TO_SPACES))
+    train_path = _require_file(folder, f"{prefix}.train.pairs", f"{prefix}.train.rating")
+    test_path = _require_file(folder, f"{prefix}.test.rating")
+    negative_path = _require_file(folder, f"{prefix}.test.negative")
+    train = _read_integers(train_path)[:, :2]
+    test = _read_integers(test_path)[:, :2]
+    candidates = _read_integers(negative_path, lambda text: text.translate(PARENTHESES_TO_SPACES))
     users = np.arange(len(test))
     wrong = np.flatnonzero(test[:, 0] != users)
     if len(wrong):
@@ -206,11 +206,11 @@ def read_leave_one_out(folder: Path) -> LeaveOneOut:
             f"{negative_path} is not of the same users and items as {test_path}", LEAVE_ONE_OUT_HINT
         )
     used_items = np.concatenate([train[:, 1], candidates[:, 1:].reshape(-1)])
-    item_ids = read_item_ids(folder, prefix)
+    item_ids = _read_item_ids(folder, prefix)
     if item_ids is None:
         item_ids = np.arange(int(used_items.max()) + 1)
-    validate_indices("user", train[:, 0], len(test), train_path)
-    validate_indices("item", used_items, len(item_ids), train_path)
+    _validate_indices("user", train[:, 0], len(test), train_path)
+    _validate_indices("item", used_items, len(item_ids), train_path)
     return LeaveOneOut(
         users=train[:, 0],
         items=train[:, 1],
@@ -221,19 +221,19 @@ def read_leave_one_out(folder: Path) -> LeaveOneOut:
     )
 
 
-def read_item_ids(folder: Path, prefix: str) -> Ints | None:
+def _read_item_ids(folder: Path, prefix: str) -> Ints | None:
     path = find_gzip_or_plain(folder, f"{prefix}.item_ids.tsv")
-    return read_integers(path)[:, 1] if path else None
+    return _read_integers(path)[:, 1] if path else None
 
 
-def require_file(folder: Path, *names: str) -> Path:
+def _require_file(folder: Path, *names: str) -> Path:
     path = find_gzip_or_plain(folder, *names)
     if path is None:
         raise InputError(f"{folder / names[0]}.gz is missing", LEAVE_ONE_OUT_HINT)
     return path
 
 
-def read_integers(path: Path, clean: Callable[[str], str] = str) -> Ints:
+def _read_integers(path: Path, clean: Callable[[str], str] = str) -> Ints:
     """Read a table of indices.
 
     Args:
@@ -268,7 +268,7 @@ def read_integers(path: Path, clean: Callable[[str], str] = str) -> Ints:
     return table.astype(np.int64)
 
 
-def validate_indices(kind: str, used: Ints, count: int, path: Path) -> None:
+def _validate_indices(kind: str, used: Ints, count: int, path: Path) -> None:
     """Raise InputError unless the indices are those from 0 to count - 1, each of them used."""
     if used.max() >= count:
         raise InputError(

@@ -48,8 +48,8 @@ def write_1m_files(folder: Path, feedback: Feedback = Feedback()) -> list[Path]:
     if all(path.is_file() for path in paths):
         feedback.on_message("leave-one-out pairs: here already")
         return paths
-    ratings = read_1m_ratings(folder / "ml-1m" / "ratings.dat")
-    for path, text in zip(paths, format_files(ratings), strict=True):
+    ratings = _read_1m_ratings(folder / "ml-1m" / "ratings.dat")
+    for path, text in zip(paths, _format_files(ratings), strict=True):
         data = text.encode()
         if path.suffix == ".gz":
             data = gzip.compress(data, 6, mtime=0)
@@ -62,12 +62,12 @@ def write_1m_files(folder: Path, feedback: Feedback = Feedback()) -> list[Path]:
     return paths
 
 
-def read_1m_ratings(path: Path) -> Ints:
+def _read_1m_ratings(path: Path) -> Ints:
     """Return UserID, MovieID, rating and time in the order of the file, shape (rows, 4)."""
     with as_input_error(f"cannot read {path}", GET_1M_HINT):
         lines = path.read_bytes().splitlines()
     rows = [line.split(b"::") for line in lines]
-    broken = [number for number, row in enumerate(rows, 1) if not is_rating(row)]
+    broken = [number for number, row in enumerate(rows, 1) if not _is_rating(row)]
     if broken or not rows:
         line = broken[0] if broken else 1
         raise InputError(
@@ -76,32 +76,32 @@ def read_1m_ratings(path: Path) -> Ints:
     return np.array(rows).astype(np.int64)
 
 
-def is_rating(fields: list[bytes]) -> bool:
+def _is_rating(fields: list[bytes]) -> bool:
     return len(fields) == 4 and all(field.isdigit() for field in fields)
 
 
-def format_files(ratings: Ints) -> list[str]:
+def _format_files(ratings: Ints) -> list[str]:
     """Return the contents of the four files.
 
     Args:
-        ratings: As `read_1m_ratings` returns them.
+        ratings: As `_read_1m_ratings` returns them.
     """
-    item_ids, items = index_items(ratings[:, 1])
+    item_ids, items = _index_items(ratings[:, 1])
     users = ratings[:, 0] - 1
-    validate_users(users)
+    _validate_users(users)
     held_out = find_latest_rows(users, ratings[:, 3])
     train = np.delete(np.arange(len(ratings)), held_out)
     train = train[np.argsort(users[train], kind="stable")]
     test = np.column_stack([users[held_out], items[held_out], ratings[held_out, 2:]])
     return [
-        format_table(np.column_stack([users[train], items[train]])),
-        format_table(test),
-        format_negatives(users, items, test, len(item_ids)),
-        format_table(np.column_stack([np.arange(len(item_ids)), item_ids])),
+        _format_table(np.column_stack([users[train], items[train]])),
+        _format_table(test),
+        _format_negatives(users, items, test, len(item_ids)),
+        _format_table(np.column_stack([np.arange(len(item_ids)), item_ids])),
     ]
 
 
-def index_items(movie_ids: Ints) -> tuple[Ints, Ints]:
+def _index_items(movie_ids: Ints) -> tuple[Ints, Ints]:
     """Return the ids of the items in the order of their first appearance, and each row's index."""
     item_ids, first_rows = np.unique(movie_ids, return_index=True)
     item_ids = item_ids[np.argsort(first_rows)]
@@ -110,7 +110,7 @@ def index_items(movie_ids: Ints) -> tuple[Ints, Ints]:
     return item_ids, index[movie_ids]
 
 
-def validate_users(users: Ints) -> None:
+def _validate_users(users: Ints) -> None:
     """Raise InputError unless users are numbered without gaps and each has two ratings."""
     counts = np.zeros(1, np.int64)
     if users.min() >= 0:
@@ -125,7 +125,7 @@ def validate_users(users: Ints) -> None:
         )
 
 
-def format_negatives(users: Ints, items: Ints, test: Ints, num_items: int) -> str:
+def _format_negatives(users: Ints, items: Ints, test: Ints, num_items: int) -> str:
     """Return a line for each user: (user,item) of the held-out item, and the negatives."""
     counts = np.bincount(users)
     items_by_user = items[np.argsort(users, kind="stable")]
@@ -140,7 +140,7 @@ def format_negatives(users: Ints, items: Ints, test: Ints, num_items: int) -> st
     return "".join(lines)
 
 
-def format_table(table: np.ndarray) -> str:
+def _format_table(table: np.ndarray) -> str:
     text = io.StringIO()
     np.savetxt(text, table, fmt="%d", delimiter="\t")
     return text.getvalue()

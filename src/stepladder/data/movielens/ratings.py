@@ -146,7 +146,7 @@ def parse_table(
         )
     except ValueError:
         table = None
-    if table is not None and table.shape[1] == width and is_finite(table[:, columns]):
+    if table is not None and table.shape[1] == width and _is_finite(table[:, columns]):
         return table[:, columns]
     # NumPy does not name the bad line. There may be none: it also fails on words in the columns
     # that are not returned.
@@ -161,7 +161,7 @@ def parse_lines(
     for number, line in enumerate(lines, 1):
         if number > skip and line.strip():
             try:
-                rows.append(parse_line(line, columns, width, delimiter))
+                rows.append(_parse_line(line, columns, width, delimiter))
             except ValueError as error:
                 raise InputError(
                     f"{path}, line {number} is broken: {error}",
@@ -170,17 +170,17 @@ def parse_lines(
     return np.array(rows)
 
 
-def parse_line(line: str, columns: list[int], width: int, delimiter: str | None) -> list[float]:
+def _parse_line(line: str, columns: list[int], width: int, delimiter: str | None) -> list[float]:
     fields = line.split(delimiter)
     if len(fields) != width:
         raise ValueError(f"{len(fields)} columns instead of {width}")
     values = [float(fields[column]) for column in columns]
-    if not is_finite(np.array(values)):
+    if not _is_finite(np.array(values)):
         raise ValueError("a value that is not finite, or beyond 2**53")
     return values
 
 
-def is_finite(values: np.ndarray) -> bool:
+def _is_finite(values: np.ndarray) -> bool:
     """Return whether all values are finite, and exact as integers if they are integers."""
     return bool((np.abs(values) <= MAX_INTEGER).all())
 

@@ -24,7 +24,7 @@ class ArrayRecordSource(FileRows):
     """Records of ArrayRecord files."""
 
     def __init__(self, files: list[DataFile], options: OpenOptions) -> None:
-        self.open_again = lru_cache(OPEN_RECORD_FILES)(lambda number: open_reader(files[number]))
+        self.open_again = lru_cache(OPEN_RECORD_FILES)(lambda number: _open_reader(files[number]))
         counts = [self.open_again(number).num_records() for number in range(len(files))]
         super().__init__("array_record", files, counts, options)
 
@@ -63,7 +63,7 @@ class ArrayRecordSource(FileRows):
         return records
 
 
-def open_reader(file: DataFile) -> Any:
+def _open_reader(file: DataFile) -> Any:
     """Return the library's reader of a file.
 
     Raises:

@@ -42,7 +42,7 @@ SAFETENSORS_TYPES = {
 
 
 @dataclass(frozen=True)
-class Rows:
+class _Rows:
     """The rows of one array in a file.
 
     Args:
@@ -72,19 +72,19 @@ class Rows:
         return self.begin + (self.count - 1) * self.stride + self.row_bytes
 
 
-class ArraySource(FileRows):
+class _ArraySource(FileRows):
     """Rows of arrays that lie in files."""
 
     def __init__(
         self,
         format_name: str,
         files: list[DataFile],
-        arrays: list[dict[str, Rows]],
+        arrays: list[dict[str, _Rows]],
         options: OpenOptions,
     ) -> None:
         self.names = select_columns(options.columns or (), arrays[0], files[0].name)
         self.arrays = [
-            validate_arrays(file, self.names, rows, arrays[0])
+            _validate_arrays(file, self.names, rows, arrays[0])
             for file, rows in zip(files, arrays, strict=True)
         ]
         counts = [next(iter(rows.values())).count for rows in self.arrays]
@@ -138,9 +138,9 @@ class ArraySource(FileRows):
         return torch.frombuffer(parts, dtype=dtype).reshape(len(locations), *first.shape)
 
 
-def validate_arrays(
-    file: DataFile, names: list[str], arrays: dict[str, Rows], expected: dict[str, Rows]
-) -> dict[str, Rows]:
+def _validate_arrays(
+    file: DataFile, names: list[str], arrays: dict[str, _Rows], expected: dict[str, _Rows]
+) -> dict[str, _Rows]:
     """Return the arrays of these names.
 
     Args:
@@ -176,7 +176,7 @@ def validate_arrays(
     return selected
 
 
-def open_tokens(files: list[DataFile], options: OpenOptions) -> ArraySource:
+def open_tokens(files: list[DataFile], options: OpenOptions) -> _ArraySource:
     """Return blocks of tokens. Each has `block` tokens and the one after them, as the last target.
 
     Args:
@@ -186,8 +186,8 @@ def open_tokens(files: list[DataFile], options: OpenOptions) -> ArraySource:
     Raises:
         InputError: `block` is missing, or the header of a file is cut.
     """
-    block = require_block(files[0], options)
-    dtype = find_token_type(options)
+    block = _require_block(files[0], options)
+    dtype = _find_token_type(options)
     arrays = []
     for file in files:
         head = file.read(0, min(TOKEN_HEADER_BYTES, file.size))
@@ -199,16 +199,16 @@ def open_tokens(files: list[DataFile], options: OpenOptions) -> ArraySource:
             begin = TOKEN_HEADER_BYTES
             kind = TOKEN_TYPES[magic]
         else:
-            validate_token_type(file, head, options)
+            _validate_token_type(file, head, options)
             begin = 0
             kind = dtype
             count = file.size // np.dtype(dtype).itemsize
-        validate_end(file, begin + count * np.dtype(kind).itemsize)
-        arrays.append({"tokens": divide_tokens(begin, count, kind, block)})
-    return ArraySource("tokens", files, arrays, options)
+        _validate_end(file, begin + count * np.dtype(kind).itemsize)
+        arrays.append({"tokens": _divide_tokens(begin, count, kind, block)})
+    return _ArraySource("tokens", files, arrays, options)
 
 
-def validate_end(file: DataFile, end: int) -> None:
+def _validate_end(file: DataFile, end: int) -> None:
     """Raise InputError if more follows what the header of a file, or its type, describes."""
     if file.size > end:
         raise InputError(
@@ -216,7 +216,7 @@ def validate_end(file: DataFile, end: int) -> None:
         )
 
 
-def validate_token_type(file: DataFile, head: bytes, options: OpenOptions) -> None:
+def _validate_token_type(file: DataFile, head: bytes, options: OpenOptions) -> None:
     """Raise InputError if tokens are taken for 16 bits, and each second one would be 0."""
     tokens = np.frombuffer(head[: len(head) // 4 * 4], DEFAULT_TOKEN_TYPE)
     has_pairs = tokens[::2].any() and not tokens[1::2].any()
@@ -225,7 +225,7 @@ def validate_token_type(file: DataFile, head: bytes, options: OpenOptions) -> No
         raise InputError(problem, 'dtype="uint32"; or dtype="uint16" if they are right')
 
 
-def find_token_type(options: OpenOptions) -> str:
+def _find_token_type(options: OpenOptions) -> str:
     """Return the type of tokens in files without a header.
 
     Raises:
@@ -239,20 +239,20 @@ def find_token_type(options: OpenOptions) -> str:
     return dtype.name
 
 
-def require_block(file: DataFile, options: OpenOptions) -> int:
+def _require_block(file: DataFile, options: OpenOptions) -> int:
     """Return the length of a block. Raises InputError if the caller has set none."""
     if options.block is None:
         raise InputError(f"{file.name} holds tokens, and block is None", BLOCK_HINT)
     return options.block
 
 
-def divide_tokens(begin: int, count: int, dtype: str, block: int) -> Rows:
+def _divide_tokens(begin: int, count: int, dtype: str, block: int) -> _Rows:
     """Return blocks of tokens; the last token of a block is the first one of the next block."""
     size = np.dtype(dtype).itemsize
-    return Rows(begin, block * size, max(0, (count - 1) // block), (block + 1,), dtype)
+    return _Rows(begin, block * size, max(0, (count - 1) // block), (block + 1,), dtype)
 
 
-def open_npy(files: list[DataFile], options: OpenOptions) -> ArraySource:
+def open_npy(files: list[DataFile], options: OpenOptions) -> _ArraySource:
     """Return the rows of arrays, or blocks of tokens if arrays have one axis and `block` is set.
 
     Args:
@@ -261,16 +261,16 @@ def open_npy(files: list[DataFile], options: OpenOptions) -> ArraySource:
     """
     arrays = []
     for file in files:
-        begin, shape, dtype = find_numbers(file)
+        begin, shape, dtype = _find_numbers(file)
         if len(shape) == 1 and options.block is not None:
-            arrays.append({"tokens": divide_tokens(begin, shape[0], dtype, options.block)})
+            arrays.append({"tokens": _divide_tokens(begin, shape[0], dtype, options.block)})
             continue
         row_bytes = math.prod(shape[1:]) * np.dtype(dtype).itemsize
-        arrays.append({"array": Rows(begin, row_bytes, shape[0], shape[1:], dtype)})
-    return ArraySource("npy", files, arrays, options)
+        arrays.append({"array": _Rows(begin, row_bytes, shape[0], shape[1:], dtype)})
+    return _ArraySource("npy", files, arrays, options)
 
 
-def find_numbers(file: DataFile) -> tuple[int, tuple[int, ...], str]:
+def _find_numbers(file: DataFile) -> tuple[int, tuple[int, ...], str]:
     """Return where the numbers of a .npy file begin, their shape, and their type.
 
     Raises:
@@ -285,25 +285,25 @@ def find_numbers(file: DataFile) -> tuple[int, tuple[int, ...], str]:
     if not header.has_rows:
         raise InputError(f"{file.name} holds {dtype} {list(shape)}", "rows of numbers, in C order")
     begin = stream.tell()
-    validate_end(file, begin + math.prod(shape) * dtype.itemsize)
+    _validate_end(file, begin + math.prod(shape) * dtype.itemsize)
     return begin, shape, dtype.name
 
 
-def open_safetensors(files: list[DataFile], options: OpenOptions) -> ArraySource:
+def open_safetensors(files: list[DataFile], options: OpenOptions) -> _ArraySource:
     """Return the rows of tensors, all of which have the same number of rows.
 
     Args:
         files: Files of the safetensors library.
         options: What the caller of `open_data` has set.
     """
-    arrays = [read_tensors(file) for file in files]
-    source = ArraySource("safetensors", files, arrays, options)
+    arrays = [_read_tensors(file) for file in files]
+    source = _ArraySource("safetensors", files, arrays, options)
     for file, tensors in zip(files, arrays, strict=True):
-        validate_end(file, max(rows.end for rows in tensors.values()))
+        _validate_end(file, max(rows.end for rows in tensors.values()))
     return source
 
 
-def read_tensors(file: DataFile) -> dict[str, Rows]:
+def _read_tensors(file: DataFile) -> dict[str, _Rows]:
     """Return the tensors of a safetensors file.
 
     Raises:
@@ -325,8 +325,8 @@ def read_tensors(file: DataFile) -> dict[str, Rows]:
             count, *shape = map(int, entry["shape"])
             dtype = SAFETENSORS_TYPES[entry["dtype"]]
             begin = 8 + length + int(entry["data_offsets"][0])
-            rows = Rows(begin, 0, count, tuple(shape), dtype)
-            tensors[name] = Rows(begin, rows.row_bytes, count, tuple(shape), dtype)
+            rows = _Rows(begin, 0, count, tuple(shape), dtype)
+            tensors[name] = _Rows(begin, rows.row_bytes, count, tuple(shape), dtype)
     except (ValueError, LookupError, TypeError, OverflowError) as error:
         raise InputError(f"{file.name} cannot be used: {get_reason(error)}", DAMAGE_HINT) from error
     if not tensors:

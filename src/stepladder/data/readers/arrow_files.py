@@ -28,13 +28,13 @@ def open_arrow_files(files: list[DataFile], options: OpenOptions) -> TableSource
     Raises:
         InputError: A file is damaged, or has other columns than the first.
     """
-    open_again = lru_cache(OPEN_ARROW_FILES)(lambda number: map_arrow(files[number]))
+    open_again = lru_cache(OPEN_ARROW_FILES)(lambda number: _map_arrow(files[number]))
     schemas = []
     parts: list[TablePart] = []
     for number, file in enumerate(files):
         if isinstance(file, LocalFile):
             schemas.append(open_again(number).schema)
-            parts += list_local_parts(file, partial(open_again, number))
+            parts += _list_local_parts(file, partial(open_again, number))
         else:
             schemas.append(read_schema(file))
             parts += list_remote_parts(file, schemas[-1])
@@ -46,12 +46,12 @@ def open_arrow_files(files: list[DataFile], options: OpenOptions) -> TableSource
     return TableSource("arrow", files, parts, schemas[0], options)
 
 
-def list_local_parts(file: DataFile, open_again: Callable[[], Any]) -> list[TablePart]:
+def _list_local_parts(file: DataFile, open_again: Callable[[], Any]) -> list[TablePart]:
     """Return the record batches of a file that have rows."""
     parts = []
     first_row = 0
     for batch in open_again().to_batches():
-        read = partial(slice_table, open_again, first_row, len(batch))
+        read = partial(_slice_table, open_again, first_row, len(batch))
         if len(batch):
             part = TablePart(file.name, first_row, len(batch), batch.nbytes, read)
             parts.append(part)
@@ -59,7 +59,7 @@ def list_local_parts(file: DataFile, open_again: Callable[[], Any]) -> list[Tabl
     return parts
 
 
-def map_arrow(file: DataFile) -> Any:
+def _map_arrow(file: DataFile) -> Any:
     """Return all rows of a file as a table, in the kernel's memory.
 
     Raises:
@@ -77,7 +77,7 @@ def map_arrow(file: DataFile) -> Any:
     return table
 
 
-def slice_table(
+def _slice_table(
     open_again: Callable[[], Any], first_row: int, rows: int, columns: list[str]
 ) -> Any:
     """Return columns of some rows of a file."""

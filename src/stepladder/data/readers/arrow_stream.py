@@ -35,7 +35,7 @@ MESSAGE_BODY_LENGTH = 3
 BATCH_LENGTH = 0
 
 
-class Message(NamedTuple):
+class _Message(NamedTuple):
     """A message of an Arrow file.
 
     Args:
@@ -59,8 +59,8 @@ def list_remote_parts(file: DataFile, schema: Any) -> list[TablePart]:
     """
     parts = []
     first_row = 0
-    for begin, end, rows in load_index(file, find_batches, "arrow").reshape(-1, 3).tolist():
-        read = partial(read_batch, file, begin, end, schema)
+    for begin, end, rows in load_index(file, _find_batches, "arrow").reshape(-1, 3).tolist():
+        read = partial(_read_batch, file, begin, end, schema)
         parts.append(TablePart(file.name, first_row, rows, end - begin, read))
         first_row += rows
     return parts
@@ -80,7 +80,7 @@ def read_schema(file: DataFile) -> Any:
         return pa.ipc.read_schema(pa.py_buffer(data))
 
 
-def find_batches(file: DataFile) -> Iterator[IndexArray]:
+def _find_batches(file: DataFile) -> Iterator[IndexArray]:
     """Yield where each record batch begins and ends, and the number of its rows.
 
     Raises:
@@ -96,13 +96,13 @@ def find_batches(file: DataFile) -> Iterator[IndexArray]:
             )
 
 
-def read_batch(file: DataFile, begin: int, end: int, schema: Any, columns: list[str]) -> Any:
+def _read_batch(file: DataFile, begin: int, end: int, schema: Any, columns: list[str]) -> Any:
     """Return columns of a record batch as a table."""
     batch = pa.ipc.read_record_batch(pa.py_buffer(file.read(begin, end)), schema)
     return pa.Table.from_batches([batch]).select(columns)
 
 
-def list_messages(file: DataFile) -> Iterator[Message]:
+def list_messages(file: DataFile) -> Iterator[_Message]:
     """Yield the messages of a file, whose bodies are not read.
 
     Raises:
@@ -112,7 +112,7 @@ def list_messages(file: DataFile) -> Iterator[Message]:
     begin = FILE_PREFIX_BYTES if is_file else 0
     try:
         while is_file or begin < file.size:  # only a stream may lack the message that ends it
-            message = read_message(file, begin)
+            message = _read_message(file, begin)
             if message is None:
                 return
             yield message
@@ -122,7 +122,7 @@ def list_messages(file: DataFile) -> Iterator[Message]:
         raise InputError(problem, DAMAGE_HINT) from error
 
 
-def read_message(file: DataFile, begin: int) -> Message | None:
+def _read_message(file: DataFile, begin: int) -> _Message | None:
     """Return the message at a position; None for the one that ends the stream.
 
     Raises:
@@ -138,26 +138,26 @@ def read_message(file: DataFile, begin: int) -> Message | None:
         return None
     metadata = file.read(metadata_begin, min(metadata_begin + length, file.size))
     (table,) = struct.unpack_from("<I", metadata)
-    kind = read_number(metadata, table, MESSAGE_KIND, "<B")
-    body_length = read_number(metadata, table, MESSAGE_BODY_LENGTH, "<q")
+    kind = _read_number(metadata, table, MESSAGE_KIND, "<B")
+    body_length = _read_number(metadata, table, MESSAGE_BODY_LENGTH, "<q")
     rows = 0
     if kind == RECORD_BATCH:
-        place = find_field(metadata, table, MESSAGE_HEADER)
+        place = _find_field(metadata, table, MESSAGE_HEADER)
         (distance,) = struct.unpack_from("<I", metadata, place)
-        rows = read_number(metadata, place + distance, BATCH_LENGTH, "<q")
+        rows = _read_number(metadata, place + distance, BATCH_LENGTH, "<q")
     end = metadata_begin + length + body_length
     if not begin < end <= file.size or rows < 0:
         raise struct.error("the file ends before")
-    return Message(kind, rows, begin, end)
+    return _Message(kind, rows, begin, end)
 
 
-def read_number(metadata: bytes, table: int, field: int, layout: str) -> int:
+def _read_number(metadata: bytes, table: int, field: int, layout: str) -> int:
     """Return a number of a table in a FlatBuffer; 0 where it is left out."""
-    place = find_field(metadata, table, field)
+    place = _find_field(metadata, table, field)
     return int(struct.unpack_from(layout, metadata, place)[0]) if place else 0
 
 
-def find_field(metadata: bytes, table: int, field: int) -> int:
+def _find_field(metadata: bytes, table: int, field: int) -> int:
     """Return where a field of a table in a FlatBuffer is; 0 where it is left out."""
     (distance,) = struct.unpack_from("<i", metadata, table)
     directory = table - distance  # its own size, the size of the table, a place for each field

@@ -104,7 +104,7 @@ class LocalFile:
         """
         with as_input_error(f"cannot read {self.name}", DATA_HINT):
             path = Path(self.name).resolve(strict=True)
-            validate_unchanged(self.name, path.stat(), self.size, self.modified_ns)
+            _validate_unchanged(self.name, path.stat(), self.size, self.modified_ns)
         return path
 
     def _open(self) -> io.FileIO:
@@ -137,11 +137,11 @@ def open_file(name: str, size: int, modified_ns: int) -> io.FileIO:
         InputError: It has changed since.
     """
     file = io.FileIO(name)
-    validate_unchanged(name, os.fstat(file.fileno()), size, modified_ns)
+    _validate_unchanged(name, os.fstat(file.fileno()), size, modified_ns)
     return file
 
 
-def validate_unchanged(name: str, status: os.stat_result, size: int, modified_ns: int) -> None:
+def _validate_unchanged(name: str, status: os.stat_result, size: int, modified_ns: int) -> None:
     """Raise InputError if a file is not the one of this size and time."""
     if (status.st_size, status.st_mtime_ns) != (size, modified_ns):
         raise make_change_error(name)

@@ -1,4 +1,4 @@
-"""Folders of images: each folder is a class, as torchvision's ImageFolder has it."""
+"""Folders of images: each folder is a class, as torchvision's _ImageFolder has it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ IMAGE_COLUMNS = ("image", "label", "path")
 OPEN_IMAGES = 64  # at once; a URL is asked for its size when it is opened
 
 
-class ImageFolder:
+class _ImageFolder:
     """Images by the names of their folders: image (height, width, 3), label, path."""
 
     def __init__(self, folder: str, paths: list[str], options: OpenOptions) -> None:
@@ -141,7 +141,7 @@ class ImageFolder:
 
 def open_images(
     paths: list[str], names: list[str], options: OpenOptions, is_given: bool
-) -> ImageFolder:
+) -> _ImageFolder:
     """Return the images below a folder.
 
     Args:
@@ -159,15 +159,15 @@ def open_images(
             f"{folder} is not one folder of images", "a folder, or a URL with / at its end"
         )
     folder = f"{folder.rstrip('/')}/"
-    source = ImageFolder(folder, relate(names, folder), options)
+    source = _ImageFolder(folder, relate(names, folder), options)
     if not is_given:
         validate_one_set(folder, [f"{name}/" for name in source.classes])
     if "label" in source.names:
-        validate_classes(source)
+        _validate_classes(source)
     return source
 
 
-def validate_classes(source: ImageFolder) -> None:
+def _validate_classes(source: _ImageFolder) -> None:
     """Validate that classes have the numbers that their folders have in order.
 
     Raises:

@@ -57,18 +57,18 @@ def parse_unique(data: bytes) -> Sample:
         LookupError: It has two values of one name, or an object in it has.
     """
     sample = parse_object(data)
-    json.loads(data, object_pairs_hook=validate_unique)
+    json.loads(data, object_pairs_hook=_validate_unique)
     return sample
 
 
-def validate_unique(pairs: list[tuple[str, Any]]) -> None:
+def _validate_unique(pairs: list[tuple[str, Any]]) -> None:
     """Raise LookupError if two of the pairs have the same name."""
     names = [name for name, _ in pairs]
     if len(set(names)) < len(names):
         raise LookupError(f"two values have the same name, of {', '.join(names)}")
 
 
-def round_numbers(numbers: list[Any], dtype: np.dtype[Any]) -> np.ndarray:
+def _round_numbers(numbers: list[Any], dtype: np.dtype[Any]) -> np.ndarray:
     """Return numbers as an array. Raises OverflowError if one of them does not fit its type."""
     if dtype.kind != "f":
         return np.asarray(numbers, dtype)
@@ -99,8 +99,8 @@ def parse_numbers(texts: list[str], dtype: np.dtype[Any]) -> np.ndarray:
         ValueError: A text is no such number, or would be another text when it is written again as
             one, such as 007, which may be a name.
     """
-    numbers = parse_plain(texts, is_float=dtype.kind == "f")
-    rounded = round_numbers(numbers, dtype)
+    numbers = _parse_plain(texts, is_float=dtype.kind == "f")
+    rounded = _round_numbers(numbers, dtype)
     if dtype.kind == "f":
         for place in np.flatnonzero(np.isinf(rounded)).tolist():
             if "inf" not in texts[place].lower():  # such as 1e400
@@ -108,7 +108,7 @@ def parse_numbers(texts: list[str], dtype: np.dtype[Any]) -> np.ndarray:
     return rounded
 
 
-def parse_plain(texts: list[str], is_float: bool) -> list[Any]:
+def _parse_plain(texts: list[str], is_float: bool) -> list[Any]:
     """Return the number of Python's that each text stands for, as `parse_numbers` does."""
     allowed = {int, float} if is_float else {int}
     # All texts are parsed as one JSON list, which is quick, or else each text alone: JSON has no
@@ -178,19 +178,19 @@ class ValueType:
         if not allowed.issuperset(map(type, values)):
             raise ValueError(f"no {self.kind.__name__}")
         if self.kind is float:
-            return round_numbers(values, FLOAT32)
+            return _round_numbers(values, FLOAT32)
         return np.asarray(values, np.int64 if self.kind is int else np.bool_)
 
     def _stack_lists(self, values: list[Any]) -> np.ndarray:
         lists = values
         for length in self.shape[:-1]:
-            validate_lists(lists, length)
+            _validate_lists(lists, length)
             lists = list(chain.from_iterable(lists))
-        validate_lists(lists, self.shape[-1])
+        _validate_lists(lists, self.shape[-1])
         return self._join_numbers(lists).reshape(len(values), *self.shape)
 
     def _join_lists(self, values: list[Any]) -> Ragged:
-        validate_lists(values)
+        _validate_lists(values)
         offsets = np.zeros(len(values) + 1, np.int64)
         np.cumsum([len(value) for value in values], out=offsets[1:])
         return Ragged(self._join_numbers(values), offsets)
@@ -213,7 +213,7 @@ class ValueType:
         return np.frombuffer(joined, code).astype(self.dtype)
 
 
-def validate_lists(values: list[Any], length: int | None = None) -> None:
+def _validate_lists(values: list[Any], length: int | None = None) -> None:
     """Raise ValueError unless all values are lists, of this length if one is given."""
     if not {list}.issuperset(map(type, values)):
         raise ValueError("no list of numbers")

@@ -71,7 +71,7 @@ def find_lines(file: DataFile, has_quotes: bool, first_byte: int = 0) -> Iterato
     yield np.array([file.size], np.int64)
 
 
-class JsonLines(IndexedFiles):
+class _JsonLines(IndexedFiles):
     """A JSON object a line."""
 
     name = "jsonl"
@@ -103,7 +103,7 @@ class JsonLines(IndexedFiles):
         return self.types[name].make_column(name, values)
 
 
-class CsvLines(IndexedFiles):
+class _CsvLines(IndexedFiles):
     """A line of values after a header line with the names of the columns."""
 
     name = "csv"
@@ -206,14 +206,14 @@ class CsvLines(IndexedFiles):
     def _find_types(self, options: OpenOptions) -> dict[str, np.dtype[Any] | None]:
         """Return the types of the columns, by the first records and what the caller has set."""
         rows = self.parse_first(lambda data: self.parse(0, data, None), options.typed_records)
-        types = {name: find_type([row[name] for row in rows]) for name in self.header}
+        types = {name: _find_type([row[name] for row in rows]) for name in self.header}
         if options.dtypes is None:
             return types
         select_columns(tuple(options.dtypes), self.header, self.files[0].name)
         return {name: options.dtypes.get(name, dtype or FLOAT32) for name, dtype in types.items()}
 
 
-def find_type(texts: list[str]) -> np.dtype[Any] | None:
+def _find_type(texts: list[str]) -> np.dtype[Any] | None:
     """Return int64 or float32, the first that takes all texts; None if they are no numbers."""
     for dtype in (INT64, FLOAT32):
         with suppress(ValueError):
@@ -225,9 +225,9 @@ def find_type(texts: list[str]) -> np.dtype[Any] | None:
 
 def open_json_lines(files: list[DataFile], options: OpenOptions) -> RecordSource:
     """Return the objects of JSON Lines files."""
-    return RecordSource(files, JsonLines(files, options), options)
+    return RecordSource(files, _JsonLines(files, options), options)
 
 
 def open_csv(files: list[DataFile], options: OpenOptions) -> RecordSource:
     """Return the rows of CSV files."""
-    return RecordSource(files, CsvLines(files, options), options)
+    return RecordSource(files, _CsvLines(files, options), options)

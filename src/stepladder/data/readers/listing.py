@@ -43,7 +43,7 @@ def list_paths(path: str) -> list[str]:
             lead nowhere or back to it.
     """
     if Path(path).is_dir():
-        return list(walk(path))
+        return list(_walk(path))
     if Path(path).exists():
         return [path]
     names = sorted(glob.glob(path, recursive=True))  # noqa: PTH207 - of an absolute path too
@@ -57,7 +57,7 @@ def list_paths(path: str) -> list[str]:
     return [name for name in names if not Path(name).is_dir()]
 
 
-def walk(folder: str, parents: tuple[str, ...] = ()) -> Iterator[str]:
+def _walk(folder: str, parents: tuple[str, ...] = ()) -> Iterator[str]:
     """Yield the files below a folder by name; those whose names begin with a dot are hidden.
 
     Args:
@@ -70,7 +70,7 @@ def walk(folder: str, parents: tuple[str, ...] = ()) -> Iterator[str]:
     real_path = os.path.realpath(folder)
     if real_path in parents:
         raise InputError(f"{folder} is a link to a folder that it is in", DATA_HINT)
-    saved = read_saved_names(Path(folder))
+    saved = _read_saved_names(Path(folder))
     if saved is not None:
         yield from saved
         return
@@ -84,12 +84,12 @@ def walk(folder: str, parents: tuple[str, ...] = ()) -> Iterator[str]:
             problem = f"{entry.path} is a link to {target}, which is not there"
             raise InputError(problem, "copy what it leads to, or remove the link")
         if entry.is_dir():
-            yield from walk(entry.path, (*parents, real_path))
+            yield from _walk(entry.path, (*parents, real_path))
         else:
             yield entry.path
 
 
-def read_saved_names(folder: Path) -> list[str] | None:
+def _read_saved_names(folder: Path) -> list[str] | None:
     """Return the files that `save_to_disk` has written to a folder, None for another folder.
 
     Raises:

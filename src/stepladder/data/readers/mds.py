@@ -43,7 +43,7 @@ SCALARS = {
 
 
 @dataclass(frozen=True)
-class MdsFile:
+class _MdsFile:
     """A file of a shard, as index.json describes it."""
 
     basename: str
@@ -52,38 +52,38 @@ class MdsFile:
 
 
 @dataclass(frozen=True)
-class MdsShard:
+class _MdsShard:
     """A shard, as index.json describes it."""
 
     column_encodings: list[str]
     column_names: list[str]
     column_sizes: list[int | None]
     samples: int
-    raw_data: MdsFile
+    raw_data: _MdsFile
     compression: str | None = None
     format: str = "mds"
 
 
 @dataclass(frozen=True)
-class MdsIndex:
+class _MdsIndex:
     """What index.json holds."""
 
-    shards: list[MdsShard]
+    shards: list[_MdsShard]
 
 
-class MdsSamples:
+class _MdsSamples:
     """Samples in the shards of one folder."""
 
     name = "mds"
 
-    def __init__(self, files: list[DataFile], shards: list[MdsShard]) -> None:
+    def __init__(self, files: list[DataFile], shards: list[_MdsShard]) -> None:
         self.files = files
         self.shards = shards
         self.get_offsets = lru_cache(OPEN_INDEXES)(self._read_offsets)
         columns = list(zip(shards[0].column_names, shards[0].column_encodings, strict=True))
         file = files[0].name
-        self.decoders = {name: find_decoder(encoding, file, name) for name, encoding in columns}
-        self.ragged = frozenset(name for name, encoding in columns if has_lengths(encoding))
+        self.decoders = {name: _find_decoder(encoding, file, name) for name, encoding in columns}
+        self.ragged = frozenset(name for name, encoding in columns if _has_lengths(encoding))
 
     def get_counts(self) -> list[int]:
         """Return the number of samples of each shard."""
@@ -136,24 +136,24 @@ class MdsSamples:
         return offsets
 
 
-class MdsSource(RecordSource):
+class _MdsSource(RecordSource):
     """A source over MDS shards, which have checksums of whole files."""
 
-    def __init__(self, samples: MdsSamples, options: OpenOptions) -> None:
+    def __init__(self, samples: _MdsSamples, options: OpenOptions) -> None:
         super().__init__(samples.files, samples, options)
         self.shards = samples.shards
 
     def find_damage(self) -> Iterator[Damage]:
         """Compare shards with their checksums, read all samples, and yield what is damaged."""
         for number, shard in enumerate(self.shards):
-            problem = verify_file(self.files[number], shard.raw_data)
+            problem = _verify_file(self.files[number], shard.raw_data)
             if problem:
                 yield Damage(self.files[number].name, 0, shard.samples, problem)
             else:
                 yield from self.find_damage_in(number)
 
 
-def verify_file(file: DataFile, expected: MdsFile) -> str:
+def _verify_file(file: DataFile, expected: _MdsFile) -> str:
     """Return why a file is not the one that index.json describes, or ""."""
     if file.size != expected.bytes:
         return f"it has {file.size:,} bytes, not {expected.bytes:,}"
@@ -169,7 +169,7 @@ def verify_file(file: DataFile, expected: MdsFile) -> str:
     return ""
 
 
-def open_mds(folders: list[str], options: OpenOptions) -> MdsSource:
+def open_mds(folders: list[str], options: OpenOptions) -> _MdsSource:
     """Return the samples of MDS folders.
 
     Args:
@@ -180,24 +180,24 @@ def open_mds(folders: list[str], options: OpenOptions) -> MdsSource:
         InputError: An index or a shard is damaged or missing, or of a kind that is not read.
     """
     files: list[DataFile] = []
-    shards: list[MdsShard] = []
+    shards: list[_MdsShard] = []
     for folder in folders:
         base = folder.rstrip("/")
         index = options.open_file(f"{base}/{MDS_INDEX}")
         try:
-            parsed = parse_json(index.read(0, index.size), MdsIndex)
+            parsed = parse_json(index.read(0, index.size), _MdsIndex)
         except ValueError as error:
             raise InputError(f"{index.name} cannot be used: {error}", DAMAGE_HINT) from error
         for shard in parsed.shards:
             shards.append(shard)
-            validate_shard(index.name, shard, shards[0])
+            _validate_shard(index.name, shard, shards[0])
             files.append(options.open_file(f"{base}/{shard.raw_data.basename}"))
     if not shards:
         raise InputError(f"{folders[0]} has no shards", "a folder with some")
-    return MdsSource(MdsSamples(files, shards), options)
+    return _MdsSource(_MdsSamples(files, shards), options)
 
 
-def validate_shard(index: str, shard: MdsShard, first: MdsShard) -> None:
+def _validate_shard(index: str, shard: _MdsShard, first: _MdsShard) -> None:
     """Raise InputError for a shard that is not read."""
     name = shard.raw_data.basename
     if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
@@ -217,7 +217,7 @@ def validate_shard(index: str, shard: MdsShard, first: MdsShard) -> None:
         raise InputError(f"{index}: the columns of {name} are damaged", DAMAGE_HINT)
 
 
-def find_decoder(encoding: str, file: str, column: str) -> Callable[[bytes], Any]:
+def _find_decoder(encoding: str, file: str, column: str) -> Callable[[bytes], Any]:
     """Return the function that makes a value of bytes.
 
     Raises:
@@ -227,7 +227,7 @@ def find_decoder(encoding: str, file: str, column: str) -> Callable[[bytes], Any
     simple: dict[str, Callable[[bytes], Any]] = {
         "bytes": bytes,
         "str": bytes.decode,
-        "int": partial(decode_scalar, np.dtype("<i8")),
+        "int": partial(_decode_scalar, np.dtype("<i8")),
         "json": json.loads,
         "jpeg": decode_image,
         "png": decode_image,
@@ -237,16 +237,16 @@ def find_decoder(encoding: str, file: str, column: str) -> Callable[[bytes], Any
     if kind in simple:
         return simple[kind]
     if kind in SCALARS:
-        return partial(decode_scalar, np.dtype(kind).newbyteorder("<"))
+        return partial(_decode_scalar, np.dtype(kind).newbyteorder("<"))
     problem = f"{file}: column {column} has the encoding {encoding!r:.60}, which is not read"
     if kind == "ndarray":
         with as_input_error(problem, ENCODINGS_HINT, (ValueError,)):
-            return partial(decode_array, *parse_array_type(rest))
+            return partial(_decode_array, *_parse_array_type(rest))
     reason = "pickles run code" if kind == "pkl" else "it is not known"
     raise InputError(f"{problem}: {reason}", ENCODINGS_HINT)
 
 
-def parse_array_type(text: str) -> tuple[np.dtype[Any] | None, tuple[int, ...] | None]:
+def _parse_array_type(text: str) -> tuple[np.dtype[Any] | None, tuple[int, ...] | None]:
     """Return the type and the shape of DTYPE:LENGTH,LENGTH; None where the values say it.
 
     Raises:
@@ -261,17 +261,17 @@ def parse_array_type(text: str) -> tuple[np.dtype[Any] | None, tuple[int, ...] |
     return np.dtype(name) if name else None, shape
 
 
-def has_lengths(encoding: str) -> bool:
+def _has_lengths(encoding: str) -> bool:
     """Return whether the values of an encoding are arrays that say their own shape."""
     return encoding.startswith("ndarray") and encoding.count(":") < 2
 
 
-def decode_scalar(dtype: np.dtype[Any], data: bytes) -> Any:
+def _decode_scalar(dtype: np.dtype[Any], data: bytes) -> Any:
     """Return one number."""
     return np.frombuffer(data, dtype, 1)[0]
 
 
-def decode_array(
+def _decode_array(
     dtype: np.dtype[Any] | None, shape: tuple[int, ...] | None, data: bytes
 ) -> np.ndarray:
     """Return an array, whose type and shape stand before its values unless they are fixed.

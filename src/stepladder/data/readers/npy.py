@@ -10,7 +10,7 @@ import numpy as np
 from stepladder.data.table import MAX_NUMBER_BYTES
 
 
-class NpyHeader(NamedTuple):
+class _NpyHeader(NamedTuple):
     """The header of an array in a .npy file."""
 
     shape: tuple[int, ...]
@@ -25,7 +25,7 @@ class NpyHeader(NamedTuple):
         return is_number and has_rows and self.dtype.isnative
 
 
-def read_npy_header(stream: IO[bytes]) -> NpyHeader:
+def read_npy_header(stream: IO[bytes]) -> _NpyHeader:
     """Return the header of a .npy file, which is read from its begin; the numbers follow.
 
     Raises:
@@ -33,7 +33,7 @@ def read_npy_header(stream: IO[bytes]) -> NpyHeader:
     """
     try:
         if np.lib.format.read_magic(stream) == (1, 0):
-            return NpyHeader(*np.lib.format.read_array_header_1_0(stream))
-        return NpyHeader(*np.lib.format.read_array_header_2_0(stream))
+            return _NpyHeader(*np.lib.format.read_array_header_1_0(stream))
+        return _NpyHeader(*np.lib.format.read_array_header_2_0(stream))
     except TokenError as error:  # NumPy reads it as Python
         raise ValueError(f"its header is damaged: {error}") from error

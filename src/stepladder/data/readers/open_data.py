@@ -36,7 +36,7 @@ from stepladder.data.source import Source
 
 
 @dataclass(frozen=True)
-class FileFormat:
+class _FileFormat:
     """A format whose files are each opened by themselves.
 
     Args:
@@ -52,17 +52,17 @@ class FileFormat:
 
 TOKENS = "tokens"
 FORMATS = {
-    "parquet": FileFormat((".parquet",), "parquet_files", "open_parquet_files"),
-    "arrow": FileFormat((".arrow",), "arrow_files", "open_arrow_files"),
-    "webdataset": FileFormat((".tar",), "webdataset", "open_tar_files"),
-    "array_record": FileFormat(
+    "parquet": _FileFormat((".parquet",), "parquet_files", "open_parquet_files"),
+    "arrow": _FileFormat((".arrow",), "arrow_files", "open_arrow_files"),
+    "webdataset": _FileFormat((".tar",), "webdataset", "open_tar_files"),
+    "array_record": _FileFormat(
         (".arrayrecord", ".array_record"), "array_record", "ArrayRecordSource"
     ),
-    "jsonl": FileFormat((".jsonl", ".ndjson"), "lines", "open_json_lines"),
-    "csv": FileFormat((".csv", ".tsv"), "lines", "open_csv"),
-    TOKENS: FileFormat((".bin",), "arrays", "open_tokens"),
-    "npy": FileFormat((".npy",), "arrays", "open_npy"),
-    "safetensors": FileFormat((".safetensors",), "arrays", "open_safetensors"),
+    "jsonl": _FileFormat((".jsonl", ".ndjson"), "lines", "open_json_lines"),
+    "csv": _FileFormat((".csv", ".tsv"), "lines", "open_csv"),
+    TOKENS: _FileFormat((".bin",), "arrays", "open_tokens"),
+    "npy": _FileFormat((".npy",), "arrays", "open_npy"),
+    "safetensors": _FileFormat((".safetensors",), "arrays", "open_safetensors"),
 }
 MDS = "mds"
 IMAGE_FOLDER = "images"
@@ -150,13 +150,13 @@ def open_data(
         index_beside,
         convert_columns(header, "header"),
     )
-    paths = list_given(path)
+    paths = _list_given(path)
     if format == MDS:
         return open_mds(paths, options)
     return open_named(paths, format, options)
 
 
-def list_given(path: str | Path | Sequence[str | Path]) -> list[str]:
+def _list_given(path: str | Path | Sequence[str | Path]) -> list[str]:
     """Return the paths that a caller of `open_data` gives. Raises InputError if there are none."""
     given: Any = path
     if isinstance(path, (str, Path)):
@@ -180,9 +180,9 @@ def open_named(paths: list[str], format: str | None, options: OpenOptions) -> Op
     if chosen == MDS:
         names = [name for name in listed if Path(name).name == MDS_INDEX]
     elif chosen == IMAGE_FOLDER or chosen in FORMATS:
-        names = select_names(listed, paths, chosen, format is not None)
+        names = _select_names(listed, paths, chosen, format is not None)
     else:
-        raise make_format_error(paths[0], listed, format)
+        raise _make_format_error(paths[0], listed, format)
     if not names:
         raise InputError(f"{paths[0]} holds no files", DATA_HINT)
     validate_distinct(names)
@@ -194,10 +194,10 @@ def open_named(paths: list[str], format: str | None, options: OpenOptions) -> Op
         return open_images(paths, names, options, format is not None)
     if chosen == MDS:
         return open_mds([name.removesuffix(MDS_INDEX) or "." for name in names], options)
-    return open_files(FORMATS[chosen], [options.open_file(name) for name in names], options)
+    return _open_files(FORMATS[chosen], [options.open_file(name) for name in names], options)
 
 
-def make_format_error(path: str, listed: list[str], format: str | None) -> InputError:
+def _make_format_error(path: str, listed: list[str], format: str | None) -> InputError:
     """Return the error for files of no format that is read."""
     if format is not None:
         return InputError(f"{path} cannot be read as {format!r}", FORMAT_HINT)
@@ -207,7 +207,7 @@ def make_format_error(path: str, listed: list[str], format: str | None) -> Input
     return InputError(f"{path} is of no format that is known by its name", hint)
 
 
-def select_names(listed: list[str], paths: list[str], chosen: str, is_given: bool) -> list[str]:
+def _select_names(listed: list[str], paths: list[str], chosen: str, is_given: bool) -> list[str]:
     """Return the files of the chosen format.
 
     Args:
@@ -219,7 +219,7 @@ def select_names(listed: list[str], paths: list[str], chosen: str, is_given: boo
     Raises:
         InputError: Another file may hold samples, which would be missing.
     """
-    suffixes = get_suffixes(chosen)
+    suffixes = _get_suffixes(chosen)
     names = []
     for name in listed:
         if has_suffix(name, suffixes) or (is_given and chosen != IMAGE_FOLDER):
@@ -235,13 +235,13 @@ def select_names(listed: list[str], paths: list[str], chosen: str, is_given: boo
     return names
 
 
-def get_suffixes(chosen: str) -> tuple[str, ...]:
+def _get_suffixes(chosen: str) -> tuple[str, ...]:
     """Return what the names of a format's files end in."""
     return IMAGE_SUFFIXES if chosen == IMAGE_FOLDER else FORMATS[chosen].suffixes
 
 
-def open_files(
-    file_format: FileFormat, files: list[DataFile], options: OpenOptions
+def _open_files(
+    file_format: _FileFormat, files: list[DataFile], options: OpenOptions
 ) -> OpenedSource:
     """Return the source of files of one format, whose module may need a library."""
     try:
@@ -260,7 +260,7 @@ def find_format(names: list[str]) -> str | None:
     if MDS_INDEX in base_names and (len(names) == 1 or any(".mds" in name for name in base_names)):
         return MDS
     counts = {
-        name: sum(has_suffix(file, get_suffixes(name)) for file in names)
+        name: sum(has_suffix(file, _get_suffixes(name)) for file in names)
         for name in (*FORMATS, IMAGE_FOLDER)
     }
     best = max(counts, key=lambda name: counts[name])

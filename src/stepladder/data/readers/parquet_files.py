@@ -30,7 +30,7 @@ def open_parquet_files(files: list[DataFile], options: OpenOptions) -> TableSour
 
     @lru_cache(OPEN_PARQUET_FILES)
     def open_again(number: int) -> Any:
-        return open_parquet_file(files[number])
+        return _open_parquet_file(files[number])
 
     schema = open_again(0).schema_arrow
     parts: list[TablePart] = []
@@ -39,13 +39,13 @@ def open_parquet_files(files: list[DataFile], options: OpenOptions) -> TableSour
         if not opened.schema_arrow.equals(schema):
             problem = f"{file.name} has other columns than {files[0].name}"
             raise InputError(problem, "a pattern of files that belong together")
-        parts += list_row_groups(file.name, opened, partial(open_again, number))
+        parts += _list_row_groups(file.name, opened, partial(open_again, number))
     if not parts:
         raise InputError(f"{files[0].name} has no rows", "a file with rows")
     return TableSource("parquet", files, parts, schema, options)
 
 
-def open_parquet_file(file: DataFile) -> Any:
+def _open_parquet_file(file: DataFile) -> Any:
     """Read the metadata of a file, at its end."""
     with as_input_error(f"cannot use {file.name}", DAMAGE_HINT, PARQUET_DAMAGE):
         if isinstance(file, LocalFile):
@@ -53,20 +53,20 @@ def open_parquet_file(file: DataFile) -> Any:
         return pq.ParquetFile(FileView(file), page_checksum_verification=True)
 
 
-def list_row_groups(name: str, opened: Any, open_again: Callable[[], Any]) -> list[TablePart]:
+def _list_row_groups(name: str, opened: Any, open_again: Callable[[], Any]) -> list[TablePart]:
     """Return the row groups of a file that have rows."""
     parts = []
     first_row = 0
     for number in range(opened.num_row_groups):
         group = opened.metadata.row_group(number)
         if group.num_rows:
-            read = partial(read_row_group, open_again, number)
+            read = partial(_read_row_group, open_again, number)
             part = TablePart(name, first_row, group.num_rows, group.total_byte_size, read)
             parts.append(part)
         first_row += group.num_rows
     return parts
 
 
-def read_row_group(open_again: Callable[[], Any], number: int, columns: list[str]) -> Any:
+def _read_row_group(open_again: Callable[[], Any], number: int, columns: list[str]) -> Any:
     """Return columns of a row group as a table."""
     return open_again().read_row_group(number, columns=columns)

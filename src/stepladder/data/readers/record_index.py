@@ -44,19 +44,19 @@ def load_index(
         kind: How it finds them: another text, another index.
         beside: Whether a new index is written beside the file, not into the cache.
     """
-    header = make_header(file, kind)
+    header = _make_header(file, kind)
     identity = f"{kind} {file.identity}"
-    path = find_index_path(identity)
+    path = _find_index_path(identity)
     oldest_ns = 0
     found = None
     if isinstance(file, LocalFile):
         neighbour = Path(file.name + INDEX_SUFFIX)
-        found = map_index(neighbour, header, file.modified_ns)
+        found = _map_index(neighbour, header, file.modified_ns)
         if beside:
             path = neighbour
             oldest_ns = file.modified_ns
     if found is None:
-        found = map_or_write(
+        found = _map_or_write(
             path,
             header,
             identity,
@@ -79,15 +79,15 @@ def make_index(
         message: What is printed if that takes long, in this process or in the one that makes it.
     """
     header = INDEX_HEADER.pack(INDEX_MAGIC, size, xxhash.xxh64_digest(identity.encode()))
-    return map_or_write(find_index_path(identity), header, identity, find_parts, message)
+    return _map_or_write(_find_index_path(identity), header, identity, find_parts, message)
 
 
-def find_index_path(identity: str) -> Path:
+def _find_index_path(identity: str) -> Path:
     """Return where the cache has the index of what an identity stands for."""
     return get_cache_folder() / "indexes" / shorten(identity)
 
 
-def map_or_write(
+def _map_or_write(
     path: Path,
     header: bytes,
     identity: str,
@@ -96,7 +96,7 @@ def map_or_write(
     oldest_ns: int = 0,
 ) -> IndexArray:
     """Return the numbers of an index file, which one of several processes writes if need be."""
-    found = map_index(path, header, oldest_ns)
+    found = _map_index(path, header, oldest_ns)
     if found is None:
         place = int(shorten(identity)[:7], 16)
         with (
@@ -104,14 +104,14 @@ def map_or_write(
             as_input_error(f"cannot write the index {path}", SPACE_HINT),
             lock_places(get_cache_folder() / "indexes", [place], f"the index {path}"),
         ):
-            if map_index(path, header, oldest_ns) is None:
-                write_index(path, header, find_parts())
-        found = map_index(path, header)
+            if _map_index(path, header, oldest_ns) is None:
+                _write_index(path, header, find_parts())
+        found = _map_index(path, header)
     assert found is not None, f"{path} was written, and is not there"
     return found
 
 
-def make_header(file: DataFile, kind: str) -> bytes:
+def _make_header(file: DataFile, kind: str) -> bytes:
     """Return the first bytes of the index of a kind of a file."""
     head = file.read(0, min(ENDS_BYTES, file.size))
     tail = file.read(max(0, file.size - ENDS_BYTES), file.size)
@@ -120,7 +120,7 @@ def make_header(file: DataFile, kind: str) -> bytes:
     )
 
 
-def map_index(path: Path, header: bytes, oldest_ns: int = 0) -> IndexArray | None:
+def _map_index(path: Path, header: bytes, oldest_ns: int = 0) -> IndexArray | None:
     """Return the positions of an index file, in the kernel's memory; None if it is not that.
 
     Args:
@@ -140,7 +140,7 @@ def map_index(path: Path, header: bytes, oldest_ns: int = 0) -> IndexArray | Non
     return np.frombuffer(mapped, np.int64, offset=len(header))
 
 
-def write_index(path: Path, header: bytes, parts: Iterator[IndexArray]) -> None:
+def _write_index(path: Path, header: bytes, parts: Iterator[IndexArray]) -> None:
     """Write an index file, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with replace_file(path) as temporary, temporary.open("wb") as out:

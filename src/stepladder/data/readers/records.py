@@ -25,7 +25,7 @@ MAX_FIRST_RECORDS = 16  # of which one shows the columns; the others may be dama
 OPEN_INDEXES = 64  # the most files whose offsets are kept in memory
 
 
-class RecordFormat(Protocol):
+class _RecordFormat(Protocol):
     """How a format divides its files into records.
 
     The `number` of a file is its index in the list of files.
@@ -82,7 +82,7 @@ class IndexedFiles:
         self.find_offsets = find_offsets
         # Whether an index is written beside its file, not into the cache.
         self.writes_beside_files = options.index_beside
-        # Returns the offsets of the file with a number, as in `RecordFormat`.
+        # Returns the offsets of the file with a number, as in `_RecordFormat`.
         self.get_offsets = lru_cache(OPEN_INDEXES)(self._load)
         # The length of the offsets of each file that was read before, by its number.
         self.lengths: dict[int, int] = {}
@@ -125,7 +125,7 @@ class RecordSource(FileRows):
     """A source that reads each record of its files by itself."""
 
     def __init__(
-        self, files: list[DataFile], record_format: RecordFormat, options: OpenOptions
+        self, files: list[DataFile], record_format: _RecordFormat, options: OpenOptions
     ) -> None:
         super().__init__(record_format.name, files, record_format.get_counts(), options)
         # How the format divides the files into records.
@@ -149,7 +149,7 @@ class RecordSource(FileRows):
             else:  # which gets the values as they are
                 value = self.first[name]
                 column = value[np.newaxis] if isinstance(value, np.ndarray) else [value]
-            descriptions[name] = describe_column(column)
+            descriptions[name] = _describe_column(column)
         return descriptions
 
     def read(self, indices: IndexArray) -> Any:
@@ -260,7 +260,7 @@ class RecordSource(FileRows):
         return self.files[number].name, int(rows[0])
 
 
-def describe_column(column: Any) -> str:
+def _describe_column(column: Any) -> str:
     """Return the type of the values of a column, of one sample or more, as a text to print."""
     if isinstance(column, Ragged):
         return f"lists of {column.values.dtype}"

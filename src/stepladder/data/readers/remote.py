@@ -25,7 +25,7 @@ PLAIN_BYTES = {"Accept-Encoding": "identity"}
 INSTALL_HINT = "pip install 'stepladder[http]'"
 
 
-class FileSystems:
+class _FileSystems:
     """The file systems of fsspec, which a process must not inherit by a fork."""
 
     def __init__(self) -> None:
@@ -46,17 +46,17 @@ class FileSystems:
                 import fsspec  # an extra, as aiohttp for HTTP
 
                 self.by_process[key] = fsspec.filesystem(
-                    protocol, skip_instance_cache=True, **make_http_options()
+                    protocol, skip_instance_cache=True, **_make_http_options()
                 )
             except ImportError as error:
                 raise InputError(f"{url}: {get_reason(error)}", INSTALL_HINT) from error
         return self.by_process[key]
 
 
-FILE_SYSTEMS = FileSystems()
+FILE_SYSTEMS = _FileSystems()
 
 
-def make_http_options() -> dict[str, Any]:
+def _make_http_options() -> dict[str, Any]:
     """Return what fsspec needs so that a silent server is an error, not an endless wait."""
     import aiohttp
 
@@ -73,9 +73,9 @@ def list_urls(url: str) -> list[str]:
         InputError: There are none.
     """
     if "*" in url:
-        found = call_again(url, lambda: FILE_SYSTEMS.get(url).glob(url))
+        found = _call_again(url, lambda: FILE_SYSTEMS.get(url).glob(url))
     elif url.endswith("/"):
-        found = call_again(url, lambda: FILE_SYSTEMS.get(url).find(url))
+        found = _call_again(url, lambda: FILE_SYSTEMS.get(url).find(url))
     else:
         found = [url]
     if not found:
@@ -89,7 +89,7 @@ class UrlFile:
     def __init__(self, url: str, cache: BlockCache) -> None:
         self.name = url
         self.cache = cache
-        info = call_again(url, lambda: FILE_SYSTEMS.get(url).info(url))
+        info = _call_again(url, lambda: FILE_SYSTEMS.get(url).info(url))
         if info.get("size") is None:
             raise InputError(f"{url}: the server does not say its size", "copy it to a folder")
         self.size = int(info["size"])
@@ -176,7 +176,7 @@ class UrlFile:
                 self._validate(answer, ends[place] - begins[place])
                 parts[place] = answer
 
-        call_again(self.name, fetch_rest)
+        _call_again(self.name, fetch_rest)
         return [parts[place] for place in range(len(begins))]
 
     def _conditions(self) -> dict[str, Any]:
@@ -194,7 +194,7 @@ class UrlFile:
             raise OSError(f"{len(answer):,} bytes came instead of {length:,}")
 
 
-def call_again(name: str, call: Any) -> Any:
+def _call_again(name: str, call: Any) -> Any:
     """Return what a call of a server returns; it is repeated after errors that may pass.
 
     Args:
@@ -212,16 +212,16 @@ def call_again(name: str, call: Any) -> Any:
         except (InputError, StorageFault):
             raise
         except Exception as error:  # of aiohttp, asyncio, the system, or another library
-            raise_final(name, error)
+            _raise_final(name, error)
             if attempt == ATTEMPTS:
-                reason = get_reason(find_cause(error))
+                reason = get_reason(_find_cause(error))
                 message = f"{name} cannot be read, {ATTEMPTS} attempts: {reason}"
                 raise StorageFault(message) from error
         time.sleep(delay)
         delay *= 2
 
 
-def find_cause(error: Exception) -> Exception:
+def _find_cause(error: Exception) -> Exception:
     """Return what happened.
 
     fsspec raises FileNotFoundError for any error, such as a refused connection.
@@ -231,9 +231,9 @@ def find_cause(error: Exception) -> Exception:
     return error
 
 
-def raise_final(name: str, error: Exception) -> None:
+def _raise_final(name: str, error: Exception) -> None:
     """Raise InputError for an error that another attempt would meet too."""
-    cause = find_cause(error)
+    cause = _find_cause(error)
     status = getattr(cause, "status", 0)
     if isinstance(cause, FileNotFoundError) or status in GONE_STATUSES:
         raise InputError(f"there is no {name}", "a URL of a file") from error

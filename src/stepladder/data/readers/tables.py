@@ -72,7 +72,7 @@ class TableSource(FilesSource):
         self.parts = parts
         self.names = select_columns(options.columns or (), schema.names, parts[0].file)
         self.types = {name: schema.field(name).type for name in self.names}
-        self.numbers = {name: find_numbers(kind) for name, kind in self.types.items()}
+        self.numbers = {name: _find_numbers(kind) for name, kind in self.types.items()}
         self.is_list = {
             name: column is not None and column.is_list for name, column in self.numbers.items()
         }
@@ -89,7 +89,7 @@ class TableSource(FilesSource):
         """Return the batch of these rows: by column, or of what `decode` makes of them."""
         indices = np.asarray(indices)
         numbers = self.edges.searchsorted(indices, "right") - 1
-        batch = TakenRows(len(indices))
+        batch = _TakenRows(len(indices))
         for number in np.unique(numbers).tolist():
             places = np.flatnonzero(numbers == number)
             rows = indices[places] - self.edges[number]
@@ -102,7 +102,7 @@ class TableSource(FilesSource):
 
     def find_damage(self) -> Iterator[Damage]:
         """Read all rows, and yield those that cannot be read."""
-        images = [name for name, kind in self.types.items() if is_image(kind)]
+        images = [name for name, kind in self.types.items() if _is_image(kind)]
         for part in self.parts:
             try:
                 table = read_part(part, self.names)
@@ -116,7 +116,7 @@ class TableSource(FilesSource):
             for name in images:
                 for row, value in enumerate(table.column(name).to_pylist()):
                     try:
-                        decode_struct(value)
+                        _decode_struct(value)
                     except ValueError as error:
                         yield Damage(part.file, part.first_row + row, 1, f"column {name}: {error}")
 
@@ -127,7 +127,7 @@ class TableSource(FilesSource):
             if self.decode is not None:
                 taken = loaded.take(pa.array(rows))
                 return {"rows": taken.to_pylist()}
-            return {name: take_rows(part, name, column, rows) for name, column in loaded.items()}
+            return {name: _take_rows(part, name, column, rows) for name, column in loaded.items()}
         except PARQUET_DAMAGE as error:
             raise part.make_damage(get_reason(error)).as_error() from error
 
@@ -161,7 +161,7 @@ class TableSource(FilesSource):
         return values.reshape(len(array), *column.shape)
 
 
-def find_numbers(arrow_type: Any) -> Column | None:
+def _find_numbers(arrow_type: Any) -> Column | None:
     """Return the column of a type of numbers or lists of them; None for another type."""
     is_list = types.is_list(arrow_type) or types.is_large_list(arrow_type)
     shape: tuple[int, ...] = ()
@@ -174,7 +174,7 @@ def find_numbers(arrow_type: Any) -> Column | None:
     return Column(np.dtype(value_type.to_pandas_dtype()), shape, is_list)
 
 
-def take_rows(part: TablePart, name: str, column: Any, rows: IndexArray) -> Any:
+def _take_rows(part: TablePart, name: str, column: Any, rows: IndexArray) -> Any:
     """Return rows of a column: an array, or a list."""
     if isinstance(column, np.ndarray):
         return column[rows]
@@ -183,12 +183,12 @@ def take_rows(part: TablePart, name: str, column: Any, rows: IndexArray) -> Any:
         ends = column.offsets[rows + 1].tolist()
         return [column.values[begin:end] for begin, end in zip(begins, ends, strict=True)]
     values = column.take(pa.array(rows)).to_pylist()
-    if not is_image(column.type):
+    if not _is_image(column.type):
         return values
     images = []
     for row, value in zip(rows.tolist(), values, strict=True):
         try:
-            images.append(decode_struct(value))
+            images.append(_decode_struct(value))
         except ValueError as error:
             damage = Damage(part.file, part.first_row + row, 1, f"column {name}: {error}")
             raise damage.as_error() from error
@@ -210,20 +210,20 @@ def read_part(part: TablePart, names: list[str]) -> Any:
     return table
 
 
-def is_image(arrow_type: Any) -> bool:
+def _is_image(arrow_type: Any) -> bool:
     """Return whether a column holds images as Hugging Face's datasets write them."""
     is_struct = types.is_struct(arrow_type)
     return is_struct and {field.name for field in arrow_type} == IMAGE_FIELDS
 
 
-def decode_struct(value: Any) -> np.ndarray:
+def _decode_struct(value: Any) -> np.ndarray:
     """Return the array of an image, or raise ValueError."""
     if not value or not value["bytes"]:
         raise ValueError("it has no bytes")
     return decode_image(value["bytes"])
 
 
-class TakenRows:
+class _TakenRows:
     """Rows of a batch that come from several tables."""
 
     def __init__(self, count: int) -> None:

@@ -28,7 +28,7 @@ INDEXED_AT_ONCE = 1 << 16
 KEY = re.compile(r"^((?:.*/)?[^/.]+)\.([^/]*)$", re.DOTALL)
 
 
-class Member(NamedTuple):
+class _Member(NamedTuple):
     """A file in a tar file.
 
     Args:
@@ -48,13 +48,13 @@ class Member(NamedTuple):
     next_header: int
 
 
-class TarSamples(IndexedFiles):
+class _TarSamples(IndexedFiles):
     """Samples in tar files."""
 
     name = "webdataset"
 
     def __init__(self, files: list[DataFile], options: OpenOptions) -> None:
-        super().__init__(files, find_samples, options)
+        super().__init__(files, _find_samples, options)
 
     def parse(self, number: int, data: bytes, names: frozenset[str] | None) -> Sample:
         """Return the fields of a sample, decoded by their suffix, and its `__key__`.
@@ -63,11 +63,11 @@ class TarSamples(IndexedFiles):
             ValueError: A header or a field is damaged.
         """
         sample: Sample = {}
-        for member in list_members(io.BytesIO(data + bytes(END_BYTES))):
+        for member in _list_members(io.BytesIO(data + bytes(END_BYTES))):
             sample["__key__"] = member.key
             if names is None or member.suffix in names:
                 contents = data[member.begin : member.end]
-                sample[member.suffix] = decode_field(member.suffix, contents)
+                sample[member.suffix] = _decode_field(member.suffix, contents)
         return sample
 
     def make_column(self, name: str, values: list[Any]) -> Any:
@@ -77,10 +77,10 @@ class TarSamples(IndexedFiles):
 
 def open_tar_files(files: list[DataFile], options: OpenOptions) -> RecordSource:
     """Return the samples of tar files."""
-    return RecordSource(files, TarSamples(files, options), options)
+    return RecordSource(files, _TarSamples(files, options), options)
 
 
-def decode_field(suffix: str, contents: bytes) -> Any:
+def _decode_field(suffix: str, contents: bytes) -> Any:
     """Return what the contents of a member mean; its bytes if the suffix does not say it.
 
     Nothing is unpickled.
@@ -96,13 +96,13 @@ def decode_field(suffix: str, contents: bytes) -> Any:
     if kind == "json":
         return parse_carefully(contents)
     if kind == "npy":
-        return read_array(contents)
+        return _read_array(contents)
     if kind in IMAGE_ENDINGS:
         return decode_image(contents)
     return contents
 
 
-def read_array(contents: bytes) -> np.ndarray:
+def _read_array(contents: bytes) -> np.ndarray:
     """Return the array of a .npy file. Raises ValueError if it is damaged, or has objects."""
     shape, _, dtype = read_npy_header(io.BytesIO(contents))
     if math.prod(shape) * dtype.itemsize > len(contents):  # NumPy would take memory for all of it
@@ -110,7 +110,7 @@ def read_array(contents: bytes) -> np.ndarray:
     return np.lib.format.read_array(io.BytesIO(contents), allow_pickle=False)
 
 
-def find_samples(file: DataFile) -> Iterator[IndexArray]:
+def _find_samples(file: DataFile) -> Iterator[IndexArray]:
     """Yield where the samples of a tar file begin, and where the last one ends.
 
     Raises:
@@ -124,7 +124,7 @@ def find_samples(file: DataFile) -> Iterator[IndexArray]:
     end = 0
     stream: Any = FileView(file)
     try:
-        for member in list_members(stream):
+        for member in _list_members(stream):
             if member.key != key:
                 starts.append(member.header)
                 count += 1
@@ -142,7 +142,7 @@ def find_samples(file: DataFile) -> Iterator[IndexArray]:
     yield np.array([*starts, end], np.int64)
 
 
-def list_members(stream: IO[bytes]) -> Iterator[Member]:
+def _list_members(stream: IO[bytes]) -> Iterator[_Member]:
     """Yield the files of an archive that are fields of samples: a dot is in their names.
 
     Names that begin with a dot are not of samples.
@@ -166,7 +166,7 @@ def list_members(stream: IO[bytes]) -> Iterator[Member]:
                 if not info.isreg() or info.issparse():
                     raise ValueError(f"{info.name} is a link, or no plain file")
                 begin = info.offset_data
-                yield Member(
+                yield _Member(
                     match[1],
                     match[2].lower(),
                     info.offset,
@@ -174,12 +174,12 @@ def list_members(stream: IO[bytes]) -> Iterator[Member]:
                     begin + info.size,
                     archive.offset,
                 )
-            validate_end(stream, archive.offset)
+            _validate_end(stream, archive.offset)
     except (tarfile.TarError, OverflowError) as error:
         raise ValueError(str(error)) from error
 
 
-def validate_end(stream: IO[bytes], end: int) -> None:
+def _validate_end(stream: IO[bytes], end: int) -> None:
     """Validate that an archive ends where no further member was found, which tarfile does not.
 
     Args:

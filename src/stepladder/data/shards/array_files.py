@@ -32,7 +32,7 @@ MAX_ROW_BYTES = 1 << 30  # a row is in memory
 
 
 @dataclass(frozen=True)
-class StoredArray:
+class _StoredArray:
     """An array in a file.
 
     Args:
@@ -51,11 +51,11 @@ class StoredArray:
 
 
 @dataclass(frozen=True)
-class ArrayReader:
+class _ArrayReader:
     """Reads the rows of several arrays of one length, in blocks."""
 
     source: Path
-    arrays: dict[str, StoredArray]
+    arrays: dict[str, _StoredArray]
     rows: int
 
     def __call__(self, table: Table) -> Iterator[Block]:
@@ -70,7 +70,7 @@ class ArrayReader:
             for first in range(0, self.rows, block_rows):
                 count = min(block_rows, self.rows - first)
                 block = {
-                    name: read_rows(streams[name], column, count, f"{name}, row {first}")
+                    name: _read_rows(streams[name], column, count, f"{name}, row {first}")
                     for name, column in table.columns.items()
                 }
                 yield block
@@ -79,7 +79,7 @@ class ArrayReader:
                     raise EOFError(f"more follows after the last row of {name}")
 
 
-def array_table(source: Path, identity: dict[str, Any], arrays: dict[str, StoredArray]) -> Table:
+def _array_table(source: Path, identity: dict[str, Any], arrays: dict[str, _StoredArray]) -> Table:
     """Return arrays as a table; a sample is one row of each array.
 
     Args:
@@ -103,11 +103,11 @@ def array_table(source: Path, identity: dict[str, Any], arrays: dict[str, Stored
     if row_bytes > MAX_ROW_BYTES:
         raise input_error(source, f"a row has {row_bytes:,} bytes, more than {MAX_ROW_BYTES:,}")
     rows = next(iter(lengths.values()))
-    reader = ArrayReader(source, arrays, rows)
+    reader = _ArrayReader(source, arrays, rows)
     return Table(str(source), columns, identity, reader, rows)
 
 
-def read_rows(stream: IO[bytes], column: Column, rows: int, position: str) -> np.ndarray:
+def _read_rows(stream: IO[bytes], column: Column, rows: int, position: str) -> np.ndarray:
     size = rows * column.row_bytes
     data = stream.read(size)
     if len(data) != size:
@@ -137,17 +137,17 @@ def npz_table(path: Path, names: tuple[str, ...]) -> Table:
             members = [name for name in archive.namelist() if name.endswith(".npy")]
         known = [member.removesuffix(".npy") for member in members]
         selected = tables.select_columns(names, known, path)
-        arrays = {name: find_npy(path, f"{name}.npy") for name in selected}
+        arrays = {name: _find_npy(path, f"{name}.npy") for name in selected}
     if not arrays:
         raise input_error(path, "it holds no arrays")
-    return array_table(path, tables.identify_files("npz", path), arrays)
+    return _array_table(path, tables.identify_files("npz", path), arrays)
 
 
-def find_npy(path: Path, member: str) -> StoredArray:
+def _find_npy(path: Path, member: str) -> _StoredArray:
     """Read the header of an array of an NPZ file. Raises InputError if it has no numbers."""
     with zipfile.ZipFile(path) as archive:
         member_bytes = archive.getinfo(member).file_size
-    with open_npy(path, member) as stream:
+    with _open_npy(path, member) as stream:
         header = read_npy_header(stream)
         start = stream.tell()
     shape, is_fortran, dtype = header
@@ -163,10 +163,10 @@ def find_npy(path: Path, member: str) -> StoredArray:
         problem = f"{member} is of shape {list(shape)}, and has {data_bytes:,} bytes of {dtype}"
         raise input_error(path, problem)
     label = member.removesuffix(".npy")
-    return StoredArray(label, shape, dtype, start, partial(open_npy, path, member))
+    return _StoredArray(label, shape, dtype, start, partial(_open_npy, path, member))
 
 
-def open_npy(path: Path, member: str) -> IO[bytes]:
+def _open_npy(path: Path, member: str) -> IO[bytes]:
     with zipfile.ZipFile(path) as archive:
         return archive.open(member)  # can be read after the archive is closed
 
@@ -183,15 +183,15 @@ def idx_table(files: dict[str, Path], names: tuple[str, ...], source: Path) -> T
         source: What the user gave: the file, or the folder of the files.
     """
     selected = tables.select_columns(names, files, source)
-    arrays = {name: find_idx(files[name]) for name in selected}
-    return array_table(source, tables.identify_files("idx", *files.values()), arrays)
+    arrays = {name: _find_idx(files[name]) for name in selected}
+    return _array_table(source, tables.identify_files("idx", *files.values()), arrays)
 
 
-def find_idx(path: Path) -> StoredArray:
+def _find_idx(path: Path) -> _StoredArray:
     with idx.report_errors(path), idx.open_decompressed(path) as stream:
         shape, start = idx.read_header(stream.read(idx.HEADER_BYTES), path)
     opener = partial(idx.open_decompressed, path)
-    return StoredArray(path.name, shape, np.dtype(np.uint8), start, opener)
+    return _StoredArray(path.name, shape, np.dtype(np.uint8), start, opener)
 
 
 def read_idx_magic(path: Path) -> int:

@@ -17,7 +17,7 @@ MAX_INDEX_BYTES = 1 << 30  # for shards of some hundred terabytes
 
 
 @dataclass(frozen=True)
-class StoredColumn:
+class _StoredColumn:
     """A column in the index."""
 
     dtype: str
@@ -32,7 +32,7 @@ class StoredColumn:
 
 
 @dataclass(frozen=True)
-class StoredShard:
+class _StoredShard:
     """A shard in the index. The checksums of a column are one text, 16 hexadecimal digits each."""
 
     file: str
@@ -51,7 +51,7 @@ class StoredShard:
 
 
 @dataclass(frozen=True)
-class StoredIndex:
+class _StoredIndex:
     """The fields of the index that readers need. It also says what the shards were made from.
 
     Args:
@@ -64,9 +64,9 @@ class StoredIndex:
 
     rows: int
     list_bytes: int
-    columns: dict[str, StoredColumn]
+    columns: dict[str, _StoredColumn]
     chunk_rows: int
-    shards: tuple[StoredShard, ...]
+    shards: tuple[_StoredShard, ...]
 
 
 def read_index(folder: Path) -> tuple[dict[str, Column], list[Shard], int]:
@@ -80,17 +80,17 @@ def read_index(folder: Path) -> tuple[dict[str, Column], list[Shard], int]:
     """  # noqa: DOC501 - shards_error makes an InputError
     try:
         index = typed_file.parse_json(
-            typed_file.read_file(folder / SHARD_INDEX, MAX_INDEX_BYTES), StoredIndex
+            typed_file.read_file(folder / SHARD_INDEX, MAX_INDEX_BYTES), _StoredIndex
         )
         columns = {name: column.to_column() for name, column in index.columns.items()}
         shards = [shard.to_shard(folder, index.chunk_rows) for shard in index.shards]
-        validate_sizes(index, columns)
+        _validate_sizes(index, columns)
     except (OSError, ValueError, TypeError) as error:
         raise shards_error(
             folder, f"cannot use {folder / SHARD_INDEX} ({to_one_line(error)})"
         ) from error
     for shard in shards:
-        validate_shard(shard, columns)
+        _validate_shard(shard, columns)
     total_rows = sum(shard.rows for shard in shards)
     if index.rows != total_rows:
         raise shards_error(
@@ -101,7 +101,7 @@ def read_index(folder: Path) -> tuple[dict[str, Column], list[Shard], int]:
     return columns, shards, index.list_bytes
 
 
-def validate_sizes(index: StoredIndex, columns: dict[str, Column]) -> None:
+def _validate_sizes(index: _StoredIndex, columns: dict[str, Column]) -> None:
     """Raise ValueError for a size that no writer of shards has written."""
     rows = [shard.rows for shard in index.shards]
     if min(index.rows, index.chunk_rows, *rows) < 1 or index.list_bytes < 0:
@@ -110,7 +110,7 @@ def validate_sizes(index: StoredIndex, columns: dict[str, Column]) -> None:
         raise ValueError(f"chunks of {index.chunk_rows:,} rows")
 
 
-def validate_shard(shard: Shard, columns: dict[str, Column]) -> None:
+def _validate_shard(shard: Shard, columns: dict[str, Column]) -> None:
     """Raise InputError if the file is not as the index says, as far as its size tells."""
     assert shard.checksums is not None, "the index has them"
     folder = shard.path.parent

@@ -64,22 +64,22 @@ def open_tables(
             for split in ("train", "test")
         }
         return {split: idx_table(pair, names, local) for split, pair in splits.items()}
-    return {"": open_table(path, names, dtypes or {})}
+    return {"": _open_table(path, names, dtypes or {})}
 
 
-def open_table(path: str, names: tuple[str, ...], dtypes: dict[str, str]) -> Table:
+def _open_table(path: str, names: tuple[str, ...], dtypes: dict[str, str]) -> Table:
     """Return the table of an input whose kind its name tells, or else its first bytes."""
     local = Path(path)
     if holds_shards(local):
-        return shards_table(local, names)
+        return _shards_table(local, names)
     if local.suffix == ".npz":
         return npz_table(local, names)
     if find_format(list_names(path)) is not None:
-        types = {name: parse_dtype(name, text) for name, text in dtypes.items()}
+        types = {name: _parse_dtype(name, text) for name, text in dtypes.items()}
         options = OpenOptions(
             names or None, dtypes=types, typed_records=TYPED_RECORDS, tables_in_memory=1
         )
-        return source_table(path, names, open_named([path], None, options))
+        return _source_table(path, names, open_named([path], None, options))
     magic = -1
     if not local.is_dir():
         validate_readable(local)
@@ -95,7 +95,7 @@ def holds_shards(path: Path) -> bool:
     return is_shards(path) and find_format(list_names(str(path))) != MDS
 
 
-def parse_dtype(name: str, text: str) -> np.dtype[Any]:
+def _parse_dtype(name: str, text: str) -> np.dtype[Any]:
     """Return the type of --dtype NAME=TEXT. Raises InputError if it is not a type of numbers."""
     try:
         dtype = np.dtype(text)
@@ -111,21 +111,21 @@ def parse_dtype(name: str, text: str) -> np.dtype[Any]:
 # -- what open_data opens --------------------------------------------------------------------------
 
 
-def source_table(path: str, names: tuple[str, ...], source: OpenedSource) -> Table:
+def _source_table(path: str, names: tuple[str, ...], source: OpenedSource) -> Table:
     """Return a source of numbers as a table, whose first row has the types of the columns."""
-    reader = SourceReader(path, names, source)
+    reader = _SourceReader(path, names, source)
     columns: dict[str, Column] = {}
     for name, values in reader.read_block(0, 1).items():
-        column = find_column(values)
+        column = _find_column(values)
         if column is None:
             problem = f"column {name} is {source.columns[name]}, not numbers or lists of them"
             raise input_error(path, problem, "--columns without it")
         columns[name] = column
-    return Table(path, columns, identify_source(source), reader, len(source))
+    return Table(path, columns, _identify_source(source), reader, len(source))
 
 
 @dataclass(frozen=True)
-class SourceReader:
+class _SourceReader:
     """Reads the rows of a source chunk by chunk.
 
     Args:
@@ -147,7 +147,7 @@ class SourceReader:
                 last = min(first + rows, end)
                 block = self.read_block(first, last)
                 for name, column in table.columns.items():
-                    if (found := find_column(block[name])) != column:
+                    if (found := _find_column(block[name])) != column:
                         kind = found or type(block[name][0]).__name__
                         problem = f"column {name} is {column} in its first row, and {kind} in one"
                         place = f"of rows {first:,} to {last - 1:,}"
@@ -163,10 +163,10 @@ class SourceReader:
             raise InputError(problem, RECORD_HINT) from error
         if not isinstance(batch, dict):
             batch = dict(zip(self.names, batch, strict=True))
-        return {name: to_numpy(values) for name, values in batch.items()}
+        return {name: _to_numpy(values) for name, values in batch.items()}
 
 
-def to_numpy(values: Any) -> Any:
+def _to_numpy(values: Any) -> Any:
     """Return a tensor as an array where NumPy has its type; all else as it is."""
     try:
         return values.numpy()
@@ -174,7 +174,7 @@ def to_numpy(values: Any) -> Any:
         return values
 
 
-def find_column(values: Any) -> Column | None:
+def _find_column(values: Any) -> Column | None:
     """Return the column that values of a batch belong to; None if they are no numbers."""
     is_list = isinstance(values, Ragged)
     array = values.values if is_list else values
@@ -183,7 +183,7 @@ def find_column(values: Any) -> Column | None:
     return Column(array.dtype, () if is_list else array.shape[1:], is_list)
 
 
-def identify_source(source: OpenedSource) -> dict[str, Any]:
+def _identify_source(source: OpenedSource) -> dict[str, Any]:
     """Return what another source has too if it has the same rows."""
     files = getattr(source, "files", None)
     if files is None:  # images, of which there may be a million
@@ -198,14 +198,14 @@ def identify_source(source: OpenedSource) -> dict[str, Any]:
 # -- shards ----------------------------------------------------------------------------------------
 
 
-def shards_table(path: Path, names: tuple[str, ...]) -> Table:
+def _shards_table(path: Path, names: tuple[str, ...]) -> Table:
     """Return shards, or any HDF5 file with arrays of one length, as a table to be sharded again."""
     shards = Shards(path, names or None)
     files = tables.identify_files("hdf5", *(shard.path for shard in shards.shards))
-    return Table(str(path), shards.columns, files, partial(read_shards, shards), len(shards))
+    return Table(str(path), shards.columns, files, partial(_read_shards, shards), len(shards))
 
 
-def read_shards(shards: Shards, table: Table) -> Iterator[Block]:
+def _read_shards(shards: Shards, table: Table) -> Iterator[Block]:
     block_rows = max(shard.chunk_rows for shard in shards.shards)
     with ShardReader(shards) as reader:
         for first in range(0, len(shards), block_rows):

@@ -26,7 +26,7 @@ MAX_OPEN_H5 = 4  # each has a cache of its own
 NOT_LOADED = -1
 
 
-class Extent(NamedTuple):
+class _Extent(NamedTuple):
     """The position of a column's rows in its file.
 
     Args:
@@ -65,7 +65,7 @@ class ShardReader:
         self.chunk_of = np.full(self.num_slots, NOT_LOADED, np.int64)  # by slot
         self.last_read = np.full(self.num_slots, -1, np.int64)  # that used a slot
         self.num_reads = 0
-        self.extents: dict[tuple[int, str], Extent] = {}
+        self.extents: dict[tuple[int, str], _Extent] = {}
         # Return the open file of a shard; one is closed when many others were opened since.
         self.get_file = lru_cache(MAX_OPEN_FILES)(self._open_file)
         self.get_h5 = lru_cache(MAX_OPEN_H5)(self._open_h5)
@@ -164,10 +164,10 @@ class ShardReader:
                     self._read_array(shard_index, name, lo, target)
                     digest = xxhash.xxh3_64_intdigest(target.data)
             except H5_ERRORS as error:
-                raise chunk_error(shard, chunk_in_shard, name, to_one_line(error)) from error
+                raise _chunk_error(shard, chunk_in_shard, name, to_one_line(error)) from error
             if shard.checksums is not None and digest != shard.checksums[name][chunk_in_shard]:
                 problem = "its bytes are not those that were written (checksum)"
-                raise chunk_error(shard, chunk_in_shard, name, problem)
+                raise _chunk_error(shard, chunk_in_shard, name, problem)
 
     def _read_array(self, shard_index: int, name: str, lo: int, target: np.ndarray) -> None:
         """Read rows from `lo` on into `target`, as many as it has."""
@@ -198,7 +198,7 @@ class ShardReader:
         ends = np.concatenate([[0], group["ends"][lo:hi] - first])
         return ends, group["values"][first : first + int(ends[-1])]
 
-    def _extent(self, shard_index: int, name: str) -> Extent:
+    def _extent(self, shard_index: int, name: str) -> _Extent:
         if (shard_index, name) not in self.extents:
             import h5py
 
@@ -207,8 +207,8 @@ class ShardReader:
                 for column_name, column in self.shards.columns.items():
                     if not column.is_list:
                         dataset = h5[column_name]
-                        validate_dataset(shard, column_name, column, dataset)
-                        self.extents[shard_index, column_name] = find_extent(h5, dataset)
+                        _validate_dataset(shard, column_name, column, dataset)
+                        self.extents[shard_index, column_name] = _find_extent(h5, dataset)
         return self.extents[shard_index, name]
 
     def _open_file(self, shard_index: int) -> io.FileIO:
@@ -230,7 +230,7 @@ def validate_process(process: int, source: object) -> None:
         )
 
 
-def find_extent(h5: Any, dataset: Any) -> Extent:
+def _find_extent(h5: Any, dataset: Any) -> _Extent:
     """Find the bytes of an HDF5 dataset's chunks in its file.
 
     Only h5py can read the chunks if they are compressed, have another byte order, or are not whole
@@ -242,13 +242,13 @@ def find_extent(h5: Any, dataset: Any) -> Extent:
     """
     is_plain = dataset.dtype.isnative and h5.userblock_size == 0 and not dataset.external
     if not is_plain or dataset.id.get_create_plist().get_nfilters():
-        return Extent(0, None)
+        return _Extent(0, None)
     if dataset.chunks is None:
         offset = dataset.id.get_offset()
         offsets = None if offset is None else np.array([offset])
-        return Extent(max(1, len(dataset)), offsets)
+        return _Extent(max(1, len(dataset)), offsets)
     if dataset.chunks[1:] != dataset.shape[1:]:
-        return Extent(0, None)
+        return _Extent(0, None)
     chunk_rows = dataset.chunks[0]
     num_chunks = -(-len(dataset) // chunk_rows)
     offsets = np.full(num_chunks, -1, np.int64)
@@ -258,10 +258,10 @@ def find_extent(h5: Any, dataset: Any) -> Extent:
 
     dataset.id.chunk_iter(record_offset)
     is_complete = bool((offsets >= 0).all())
-    return Extent(chunk_rows, offsets if is_complete else None)
+    return _Extent(chunk_rows, offsets if is_complete else None)
 
 
-def validate_dataset(shard: Shard, name: str, column: Column, dataset: Any) -> None:
+def _validate_dataset(shard: Shard, name: str, column: Column, dataset: Any) -> None:
     """Raise InputError if the file has another array than the index says."""
     rows = len(dataset)
     shape = tuple(dataset.shape[1:])
@@ -274,7 +274,7 @@ def validate_dataset(shard: Shard, name: str, column: Column, dataset: Any) -> N
         )
 
 
-def chunk_error(shard: Shard, chunk: int, name: str, problem: str) -> InputError:
+def _chunk_error(shard: Shard, chunk: int, name: str, problem: str) -> InputError:
     lo, hi = shard.chunk_range(chunk)
     position = f"chunk {chunk} of {shard.num_chunks} (rows {lo} to {hi - 1}), column {name}"
     return shards_error(shard.path.parent, f"{shard.path} is damaged in {position}: {problem}")

@@ -34,9 +34,9 @@ def samples_table(samples: Iterable[Sample]) -> Table:
     first = next(iterator, None)
     if first is None:
         raise InputError("there are no samples", SAMPLES_HINT)
-    validate_sample(first, 0)
-    columns = {name: infer_column(name, value) for name, value in first.items()}
-    read = partial(read_samples, chain([first], iterator))
+    _validate_sample(first, 0)
+    columns = {name: _infer_column(name, value) for name, value in first.items()}
+    read = partial(_read_samples, chain([first], iterator))
     first_hash = blake2b(digest_size=8)
     for value in first.values():
         first_hash.update(np.asarray(value).tobytes())
@@ -44,32 +44,32 @@ def samples_table(samples: Iterable[Sample]) -> Table:
     return Table("the samples", columns, identity, read)
 
 
-def validate_sample(sample: object, number: int) -> None:
+def _validate_sample(sample: object, number: int) -> None:
     if not isinstance(sample, Mapping):
         raise InputError(
             f"sample {number}: it is a {type(sample).__name__}", 'a dict, such as {"x": 1.5}'
         )
 
 
-def read_samples(samples: Iterator[Sample], table: Table) -> Iterator[Block]:
+def _read_samples(samples: Iterator[Sample], table: Table) -> Iterator[Block]:
     block_rows = min(SAMPLES_PER_BLOCK, rows_per_block(table.columns))
     num_samples = 0
     while batch := list(islice(samples, block_rows)):
         for number, sample in enumerate(batch, num_samples):
-            validate_sample(sample, number)
+            _validate_sample(sample, number)
             if unknown := sample.keys() - table.columns.keys():
                 raise InputError(
                     f"sample {number}: the first sample has no {min(map(str, unknown))}",
                     "the same columns in every sample",
                 )
         yield {
-            name: collect_column(name, column, batch, num_samples)
+            name: _collect_column(name, column, batch, num_samples)
             for name, column in table.columns.items()
         }
         num_samples += len(batch)
 
 
-def read_value(value: Any, where: str) -> np.ndarray:
+def _read_value(value: Any, where: str) -> np.ndarray:
     """Return a value as an array. Raises InputError if NumPy has no such array."""
     if np.ma.is_masked(value):
         raise InputError(f"{where} has masked values", VALUES_HINT)
@@ -78,9 +78,9 @@ def read_value(value: Any, where: str) -> np.ndarray:
         return np.asarray(value)
 
 
-def infer_column(name: str, value: Any) -> Column:
+def _infer_column(name: str, value: Any) -> Column:
     """Return the column that a value of the first sample needs."""
-    array = read_value(value, f"sample 0: {name}")
+    array = _read_value(value, f"sample 0: {name}")
     is_list = isinstance(value, list)
     if array.dtype.kind not in "biuf" or (is_list and array.ndim != 1):
         raise InputError(
@@ -96,7 +96,7 @@ def infer_column(name: str, value: Any) -> Column:
     return Column(array.dtype.newbyteorder("="), array.shape)
 
 
-def collect_column(name: str, column: Column, samples: list[Sample], first_number: int) -> Any:
+def _collect_column(name: str, column: Column, samples: list[Sample], first_number: int) -> Any:
     """Return one column of several samples.
 
     Args:
@@ -110,8 +110,8 @@ def collect_column(name: str, column: Column, samples: list[Sample], first_numbe
     """
     values = []
     for number, sample in enumerate(samples, first_number):
-        value = read_value(sample.get(name), f"sample {number}: {name}")
-        if not fits_column(value, column):
+        value = _read_value(sample.get(name), f"sample {number}: {name}")
+        if not _fits_column(value, column):
             raise InputError(
                 f"sample {number}: {name} is {value.dtype} of shape {list(value.shape)}, and"
                 f" {column} in the first sample",
@@ -134,7 +134,7 @@ def collect_column(name: str, column: Column, samples: list[Sample], first_numbe
     return Ragged(np.concatenate(values), np.cumsum([0, *lengths]))
 
 
-def fits_column(value: np.ndarray, column: Column) -> bool:
+def _fits_column(value: np.ndarray, column: Column) -> bool:
     has_shape = value.ndim == 1 if column.is_list else value.shape == column.shape
     return has_shape and (
         value.size == 0 or np.can_cast(value.dtype, column.dtype, casting="same_kind")

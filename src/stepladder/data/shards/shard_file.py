@@ -59,12 +59,12 @@ def write_shard(
         The shard's entry in the index, and the bytes of the longest lists of a chunk.
     """
     with durable.name_write_errors(path, CONTINUE_HINT), durable.replace_file(path) as temporary:
-        entry = write_h5(temporary, table, settings, chunks)
+        entry = _write_h5(temporary, table, settings, chunks)
         entry["sha256"] = compute_sha256(temporary)
     return {"file": path.name, "bytes": path.stat().st_size, **entry}
 
 
-def write_h5(
+def _write_h5(
     path: Path, table: Table, settings: ShardSettings, chunks: Iterable[Block]
 ) -> dict[str, Any]:
     """Write chunks into a new HDF5 file; return its rows, list bytes and checksums."""
@@ -73,18 +73,18 @@ def write_h5(
     rows = 0
     list_bytes = 0
     checksums: dict[str, list[int]] = {name: [] for name in table.columns}
-    with DiskFile(path) as file:
+    with _DiskFile(path) as file:
         with h5py.File(file, "w") as h5:
-            writers: dict[str, ArrayWriter | ListWriter] = {}
+            writers: dict[str, _ArrayWriter | _ListWriter] = {}
             for name, column in table.columns.items():
-                writer_class = ListWriter if column.is_list else ArrayWriter
+                writer_class = _ListWriter if column.is_list else _ArrayWriter
                 writers[name] = writer_class(h5, name, column, settings)
             for block in chunks:
                 for name, writer in writers.items():
                     checksums[name].append(writer.append(block[name]))
                 file.raise_failure()
                 rows += count_rows(block)
-                list_bytes = max(list_bytes, count_list_bytes(block))
+                list_bytes = max(list_bytes, _count_list_bytes(block))
         file.raise_failure()
     texts = {}
     for name, values in checksums.items():
@@ -92,11 +92,11 @@ def write_h5(
     return {"rows": rows, "list_bytes": list_bytes, "checksums": texts}
 
 
-def count_list_bytes(block: Block) -> int:
+def _count_list_bytes(block: Block) -> int:
     return sum(column.values.nbytes for column in block.values() if isinstance(column, Ragged))
 
 
-class GrowingDataset:
+class _GrowingDataset:
     """An HDF5 dataset that rows are appended to."""
 
     def __init__(
@@ -122,12 +122,12 @@ class GrowingDataset:
         self.length = end
 
 
-class ArrayWriter:
+class _ArrayWriter:
     """Appends chunks of a column of arrays to a shard."""
 
     def __init__(self, h5: Any, name: str, column: Column, settings: ShardSettings) -> None:
         self.column = column
-        self.rows = GrowingDataset(h5, name, column, settings.chunk_rows, settings.compress)
+        self.rows = _GrowingDataset(h5, name, column, settings.chunk_rows, settings.compress)
 
     def append(self, part: Any) -> int:
         """Write the rows of a chunk, and return their checksum, as the reader computes it."""
@@ -136,7 +136,7 @@ class ArrayWriter:
         return xxhash.xxh3_64_intdigest(array.data)
 
 
-class ListWriter:
+class _ListWriter:
     """Appends chunks of a column of lists to a shard."""
 
     def __init__(self, h5: Any, name: str, column: Column, settings: ShardSettings) -> None:
@@ -144,8 +144,8 @@ class ListWriter:
         ends = Column(np.dtype(np.int64))
         values = Column(column.dtype)
         self.column = column
-        self.ends = GrowingDataset(group, "ends", ends, settings.chunk_rows, settings.compress)
-        self.values = GrowingDataset(group, "values", values, VALUES_PER_CHUNK, settings.compress)
+        self.ends = _GrowingDataset(group, "ends", ends, settings.chunk_rows, settings.compress)
+        self.values = _GrowingDataset(group, "values", values, VALUES_PER_CHUNK, settings.compress)
 
     def append(self, part: Ragged) -> int:
         """Write the lists of a chunk, and return their checksum, as the reader computes it."""
@@ -157,7 +157,7 @@ class ListWriter:
         return xxhash.xxh3_64_intdigest(values.data, seed=offsets_digest)
 
 
-class DiskFile(io.FileIO):
+class _DiskFile(io.FileIO):
     """The file that HDF5 writes to. It stores an error of the disk instead of raising it.
 
     HDF5 1.14 crashes the process (segmentation fault) when it closes a file that it could not

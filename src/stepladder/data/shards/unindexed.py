@@ -40,17 +40,17 @@ def inspect_files(
     if not files:
         raise shards_error(path, f"{path} holds no shards ({' or '.join(H5_SUFFIXES)})")
     if path.is_dir():
-        validate_only_shards(path, files)
-    first_columns, first_shard = inspect_file(files[0], names)
+        _validate_only_shards(path, files)
+    first_columns, first_shard = _inspect_file(files[0], names)
     shards = [first_shard]
     for file in files[1:]:
-        columns, shard = inspect_file(file, names)
-        validate_same_columns(first_columns, files[0], columns, file)
+        columns, shard = _inspect_file(file, names)
+        _validate_same_columns(first_columns, files[0], columns, file)
         shards.append(shard)
     return first_columns, shards
 
 
-def validate_only_shards(folder: Path, files: list[Path]) -> None:
+def _validate_only_shards(folder: Path, files: list[Path]) -> None:
     """Raise InputError if another file, also of a folder below, may hold samples."""
     for name in list_paths(str(folder)):
         if Path(name) not in files and not is_companion(name):
@@ -60,7 +60,7 @@ def validate_only_shards(folder: Path, files: list[Path]) -> None:
             )
 
 
-def validate_same_columns(
+def _validate_same_columns(
     first_columns: dict[str, Column], first_file: Path, columns: dict[str, Column], file: Path
 ) -> None:
     for name in {**first_columns, **columns}:
@@ -72,7 +72,7 @@ def validate_same_columns(
             )
 
 
-def inspect_file(file: Path, names: tuple[str, ...] | None) -> tuple[dict[str, Column], Shard]:
+def _inspect_file(file: Path, names: tuple[str, ...] | None) -> tuple[dict[str, Column], Shard]:
     import h5py
 
     modified_ns = file.stat().st_mtime_ns
@@ -81,18 +81,18 @@ def inspect_file(file: Path, names: tuple[str, ...] | None) -> tuple[dict[str, C
         h5py.File(file, "r", locking=False) as h5,
     ):
         arrays = {name: array for name, array in h5.items() if not names or name in names}
-        columns = {name: find_column(file, name, array) for name, array in arrays.items()}
+        columns = {name: _find_column(file, name, array) for name, array in arrays.items()}
         lengths = {name: len(array) for name, array in arrays.items()}
         if len(set(lengths.values())) != 1:
             texts = [f"{name} has {rows} rows" for name, rows in lengths.items()]
             problem = ", ".join(texts) or "it has no arrays"
             raise input_error(file, problem, "give every array one row per sample")
         largest = max(columns, key=lambda name: columns[name].row_bytes)
-        chunk_rows = choose_chunk_rows(arrays[largest], row_bytes(columns))
+        chunk_rows = _choose_chunk_rows(arrays[largest], row_bytes(columns))
     return columns, Shard(file, lengths[largest], chunk_rows, modified_ns=modified_ns)
 
 
-def find_column(file: Path, name: str, array: Any) -> Column:
+def _find_column(file: Path, name: str, array: Any) -> Column:
     if not hasattr(array, "ndim"):  # a group, or None for a link that leads nowhere
         kind = "a link that leads nowhere" if array is None else "a group"
         raise InputError(f"{file}: {name} is {kind}, not rows of numbers", "omit it (columns=...)")
@@ -106,7 +106,7 @@ def find_column(file: Path, name: str, array: Any) -> Column:
     return Column(array.dtype.newbyteorder("="), array.shape[1:])
 
 
-def choose_chunk_rows(largest: Any, row_bytes: int) -> int:
+def _choose_chunk_rows(largest: Any, row_bytes: int) -> int:
     """Return the number of rows to read at once.
 
     They are those of a chunk of the largest array, unless that is far from the recommended size. A

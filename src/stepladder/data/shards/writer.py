@@ -90,16 +90,16 @@ def write_table(
     Raises:
         InputError: The table cannot be used, or the folder has something else or cannot be written.
     """
-    settings = make_settings(table, chunk_rows, rows_per_shard, compress)
+    settings = _make_settings(table, chunk_rows, rows_per_shard, compress)
     if (out / SHARD_INDEX).is_file():
-        validate_finished(out, settings)
+        _validate_finished(out, settings)
         (out / SHARD_JOURNAL).unlink(missing_ok=True)  # left by a kill right after the index
         feedback.on_message(f"{out}: here already")
         return out / SHARD_INDEX
     with output_folder(out, CONTINUE_HINT), open_journal_file(out) as file:
         journal = ShardJournal(out, settings, file)
         try:
-            return write_remaining(table, journal, feedback)
+            return _write_remaining(table, journal, feedback)
         except InputError:
             # The journal names the input. Without shards it is dropped, so that it does not refuse
             # the input that the user has corrected.
@@ -108,7 +108,7 @@ def write_table(
             raise
 
 
-def validate_finished(out: Path, settings: ShardSettings) -> None:
+def _validate_finished(out: Path, settings: ShardSettings) -> None:
     """Raise InputError if the shards of a finished folder were made from something else."""
     path = out / SHARD_INDEX
     hint = f"rm -r {shlex.quote(str(out))}"
@@ -118,7 +118,7 @@ def validate_finished(out: Path, settings: ShardSettings) -> None:
     validate_settings(made_from, settings, out)
 
 
-def write_remaining(table: Table, journal: ShardJournal, feedback: Feedback) -> Path:
+def _write_remaining(table: Table, journal: ShardJournal, feedback: Feedback) -> Path:
     """Write the shards after those of the journal, and the index."""
     out = journal.folder
     settings = journal.settings
@@ -127,9 +127,9 @@ def write_remaining(table: Table, journal: ShardJournal, feedback: Feedback) -> 
         feedback.on_message(
             f"{out}: going on after {num_rows:,} rows in {len(journal.entries)} shards"
         )
-    validate_free_space(table, settings, out, num_rows)
+    _validate_free_space(table, settings, out, num_rows)
     chunks_per_shard = -(-settings.rows_per_shard // settings.chunk_rows)  # rounded up
-    blocks = show_progress(table, num_rows, feedback)
+    blocks = _show_progress(table, num_rows, feedback)
     chunks = rechunk(blocks, settings.chunk_rows)
     for first_chunk in chunks:
         path = out / f"shard-{len(journal.entries):05d}.h5"
@@ -142,7 +142,7 @@ def write_remaining(table: Table, journal: ShardJournal, feedback: Feedback) -> 
     return journal.write_index()
 
 
-def show_progress(table: Table, first_row: int, feedback: Feedback) -> Iterator[Block]:
+def _show_progress(table: Table, first_row: int, feedback: Feedback) -> Iterator[Block]:
     """Yield the rows of a table from one on, and show how many of its bytes they are."""
     bytes_per_row = row_bytes(table.columns)
     done = first_row
@@ -152,7 +152,7 @@ def show_progress(table: Table, first_row: int, feedback: Feedback) -> Iterator[
         feedback.on_progress(table.name, done * bytes_per_row, table.rows * bytes_per_row)
 
 
-def validate_free_space(
+def _validate_free_space(
     table: Table, settings: ShardSettings, out: Path, rows_written: int
 ) -> None:
     """Check that the remaining rows can fit on the disk: a sparse input can claim any size.
@@ -179,13 +179,13 @@ def validate_free_space(
 # -- settings --------------------------------------------------------------------------------------
 
 
-def make_settings(
+def _make_settings(
     table: Table, chunk_rows: int | None, rows_per_shard: int | None, compress: bool
 ) -> ShardSettings:
     """Return the settings, with sizes for the table's columns where the user gave none."""
-    validate_positive("--chunk-rows", chunk_rows)
-    validate_positive("--rows-per-shard", rows_per_shard)
-    validate_columns(table)
+    _validate_positive("--chunk-rows", chunk_rows)
+    _validate_positive("--rows-per-shard", rows_per_shard)
+    _validate_columns(table)
     columns = table.columns.values()
     num_lists = sum(column.is_list for column in columns)
     estimated_row_bytes = row_bytes(table.columns) + ESTIMATED_LIST_BYTES * num_lists
@@ -215,17 +215,17 @@ def make_settings(
     )
 
 
-def validate_positive(flag: str, value: int | None) -> None:
+def _validate_positive(flag: str, value: int | None) -> None:
     if value is not None and not (isinstance(value, Integral) and value >= 1):
         raise InputError(f"{flag} {value}", f"{flag} must be at least 1")
 
 
-def validate_columns(table: Table) -> None:
+def _validate_columns(table: Table) -> None:
     """Raise InputError if a column has no bytes, or a name that HDF5 does not take."""
     if not table.columns:
         raise InputError(f"{table.name} has no columns", "give an input with at least one")
     for name, column in table.columns.items():
-        if not is_h5_name(name):
+        if not _is_h5_name(name):
             raise InputError(
                 f"{table.name}: column {name!r} is not a valid name in HDF5",
                 "rename it, or --columns without it",
@@ -236,6 +236,6 @@ def validate_columns(table: Table) -> None:
             )
 
 
-def is_h5_name(name: str) -> bool:
+def _is_h5_name(name: str) -> bool:
     is_path = not isinstance(name, str) or "/" in name or name in (".", "..")
     return not is_path and name.isprintable() and 0 < len(name) <= MAX_COLUMN_NAME_LENGTH

@@ -32,7 +32,7 @@ class JobNote:
     job_dir: str
 
 
-def notes_path() -> Path:
+def _notes_path() -> Path:
     """Return the path of the notes, one line per job that was submitted from here."""
     return get_state_folder() / "jobs.jsonl"
 
@@ -55,7 +55,7 @@ def submit(cluster: Cluster, job: BatchJob) -> str:
         "job_dir": str(Path(job.job_dir).absolute()),
         "time": round(time.time(), 1),
     }
-    add_record(notes_path(), note)
+    add_record(_notes_path(), note)
     return job_id
 
 
@@ -66,7 +66,7 @@ def find_job(cluster: Cluster, job: str) -> JobInfo:
         InputError: If neither the cluster nor our notes know it.
     """
     info = cluster.state(job) or JobInfo(job, "", "")
-    notes = read_job_records(notes_path(), job, JobNote)
+    notes = read_job_records(_notes_path(), job, JobNote)
     if not notes:
         if not info.name:
             raise InputError(f"there is no job {job}", "stepladder status")
@@ -84,14 +84,14 @@ def list_user_jobs(cluster: Cluster) -> Sequence[JobInfo]:
     """Return this user's jobs that wait or run."""
     jobs = cluster.list_jobs()
     if jobs is None:
-        noted = dict.fromkeys(note["job"] for note in read_records(notes_path(), JobNote))
+        noted = dict.fromkeys(note["job"] for note in read_records(_notes_path(), JobNote))
         jobs = [info for info in (find_job(cluster, job) for job in noted) if not info.is_over]
     return jobs
 
 
 def find_jobs_in(cluster: Cluster, folder: Path) -> list[str]:
     """Return the ids of this user's jobs that wait or run and have that run directory."""
-    folders = {note["job"]: note["job_dir"] for note in read_records(notes_path(), JobNote)}
+    folders = {note["job"]: note["job_dir"] for note in read_records(_notes_path(), JobNote)}
     return [
         info.job
         for info in list_user_jobs(cluster)

@@ -41,7 +41,7 @@ class DeadlockFinder:
 def are_stuck(statuses: Sequence[RankStatus]) -> bool:
     """Return whether every rank that still runs waits, and one for other ranks or its threads."""
     running = [status for status in statuses if status.state is ProcessState.RUNNING]
-    if len(statuses) < 2 or not all(map(is_stuck, running)):
+    if len(statuses) < 2 or not all(map(_is_stuck, running)):
         return False
     return any(status.is_waiting or _waits_for_threads(status) for status in running)
 
@@ -51,7 +51,7 @@ def _waits_for_threads(status: RankStatus) -> bool:
     return any(call.file.endswith("/queue.py") for call in status.stack[:MAX_LOCK_DEPTH])
 
 
-def is_stuck(status: RankStatus) -> bool:
+def _is_stuck(status: RankStatus) -> bool:
     """Return whether a rank waits for another, or for a lock with no other thread to release it."""
     if status.is_waiting:
         return True

@@ -68,8 +68,8 @@ class Explanation:
 def format_rank(status: RankStatus) -> list[str]:
     """Return lines with a rank's progress, its main thread's stack, other threads and workers."""
     lines = [_format_progress(status)]
-    lines += [f"    {describe_frame(frame)}" for frame in select_frames(status.stack)]
-    inner_calls = list_inner_calls(status.stack)
+    lines += [f"    {describe_frame(frame)}" for frame in _select_frames(status.stack)]
+    inner_calls = _list_inner_calls(status.stack)
     if inner_calls:
         count = format_count(len(inner_calls), "call")
         lines.append(f"    {count} of Stepladder inside, the innermost in {inner_calls[0]}")
@@ -108,13 +108,13 @@ def _format_progress(status: RankStatus) -> str:
     return f"  {', '.join(facts)}"
 
 
-def select_frames(stack: Stack) -> Stack:
+def _select_frames(stack: Stack) -> Stack:
     """Return the calls that matter, innermost first.
 
     They are the innermost call, the user's own calls, and the call of this package that made them.
     The calls inside of a collective of this package are left out if the user's code has called it.
     """
-    stack = stack[len(list_inner_calls(stack)) :]
+    stack = stack[len(_list_inner_calls(stack)) :]
     frames = [frame for index, frame in enumerate(stack) if index == 0 or not frame.is_library]
     for index, frame in enumerate(frames[1:], start=1):
         if frame.is_stepladder and not frames[index - 1].is_stepladder:
@@ -122,7 +122,7 @@ def select_frames(stack: Stack) -> Stack:
     return frames[:MAX_FRAMES_SHOWN]
 
 
-def list_inner_calls(stack: Stack) -> Stack:
+def _list_inner_calls(stack: Stack) -> Stack:
     """Return the calls of this package that the user's code waits for, the innermost first.
 
     There are none if the innermost call is not of this package, or none is of the user's code.

@@ -30,7 +30,7 @@ UNKNOWN_CALLER = Frame("?", "?", 0)
 
 
 @dataclass(frozen=True)
-class RecordedCollective:
+class _RecordedCollective:
     """One collective in a rank's dump.
 
     Args:
@@ -76,7 +76,7 @@ class RecordedCollective:
         return sum(math.prod(shape) for shape in self.entry["input_sizes"])
 
 
-RecordedGroup = dict[int, list[RecordedCollective]]  # of each rank
+RecordedGroup = dict[int, list[_RecordedCollective]]  # of each rank
 
 
 class _ContainerUnpickler(pickle.Unpickler):
@@ -136,7 +136,7 @@ def infer_progress(dumps: dict[int, dict[str, Any]]) -> dict[int, RankProgress]:
     for rank, dump in dumps.items():
         for entry in dump["entries"]:
             if not entry.get("is_p2p"):
-                collective = RecordedCollective(entry)
+                collective = _RecordedCollective(entry)
                 group = groups.setdefault(collective.group, {})
                 group.setdefault(rank, []).append(collective)
     if not groups:
@@ -155,7 +155,7 @@ def _rate_health(group: RecordedGroup) -> tuple[bool, bool]:
     return len(counts) == 1, are_completed
 
 
-def _make_progress(collectives: list[RecordedCollective]) -> RankProgress:
+def _make_progress(collectives: list[_RecordedCollective]) -> RankProgress:
     if not collectives:
         return RankProgress()
     last = max(collectives, key=lambda collective: collective.number)

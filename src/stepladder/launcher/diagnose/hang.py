@@ -158,7 +158,7 @@ def _find_behind(statuses: Sequence[RankStatus]) -> Explanation | None:
         f"{_name_ranks(behind)} {verb} not reached {name} {min_count + 1}"
         f"{describe_step(statuses)}: {_describe_positions(behind)}; the others wait"
     )
-    return Explanation(behind[0].rank, sentence, find_cause(behind[0]), statuses)
+    return Explanation(behind[0].rank, sentence, _find_cause(behind[0]), statuses)
 
 
 def _find_missing(statuses: Sequence[RankStatus]) -> Explanation | None:
@@ -188,7 +188,7 @@ def _find_missing(statuses: Sequence[RankStatus]) -> Explanation | None:
         f"{_name_ranks(missing)}{_describe_own_step(missing[0])}:"
         f" {_describe_positions(missing)}; the others wait {awaited}"
     )
-    return Explanation(missing[0].rank, sentence, find_cause(missing[0]), statuses)
+    return Explanation(missing[0].rank, sentence, _find_cause(missing[0]), statuses)
 
 
 def _find_different_collectives(statuses: Sequence[RankStatus]) -> Explanation | None:
@@ -241,7 +241,7 @@ def _explain_common_position(statuses: Sequence[RankStatus], has_all_ranks: bool
         sentence = f"no rank waits for another: {_describe_positions(statuses)}"
         return Explanation(None, sentence, causes.SLOW, statuses)
     if len(statuses) == 1 or is_in_queue(first.stack):
-        cause = find_cause(first)
+        cause = _find_cause(first)
     elif first.progress.phase == STARTING:
         cause = causes.STARTING
     else:
@@ -288,7 +288,7 @@ def _describe_positions(statuses: Sequence[RankStatus]) -> str:
     return "; ".join(f"rank {status.rank} is {status.describe_position()}" for status in shown)
 
 
-def find_cause(status: RankStatus) -> str:
+def _find_cause(status: RankStatus) -> str:
     """Return what usually makes others wait for a rank in this status."""
     if status.state is not ProcessState.RUNNING:
         return causes.STATE_CAUSES[status.state].format(pid=status.pid)

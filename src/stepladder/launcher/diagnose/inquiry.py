@@ -25,7 +25,7 @@ INQUIRY_TIMEOUT_S = 10.0  # for a member to answer
 Answers = Mapping[int, Sequence[RankStatus]]  # by member
 
 
-class Board(Protocol):
+class _Board(Protocol):
     """A store of texts that all members share."""
 
     def write(self, key: str, text: str) -> None:
@@ -54,7 +54,7 @@ class Inquiry:
         member_count: The number of members.
     """
 
-    def __init__(self, board: Board, member: int, member_count: int) -> None:
+    def __init__(self, board: _Board, member: int, member_count: int) -> None:
         # The number of the current inquiry, from 1; 0 before the first poll.
         self.current = 0
         # The number of the last inquiry that this member has answered.

@@ -12,7 +12,7 @@ from stepladder.rank.progress import BLOCK_SEPARATOR, RING_SIZE, VARYING_SIZE, C
 
 
 @dataclass(frozen=True)
-class CollectiveCall:
+class _CollectiveCall:
     """One rank's call of a collective.
 
     Args:
@@ -64,19 +64,19 @@ def find_mismatch(statuses: Sequence[RankStatus]) -> Explanation | None:
     return None
 
 
-def _list_calls(statuses: Iterable[RankStatus], number: int) -> list[CollectiveCall]:
+def _list_calls(statuses: Iterable[RankStatus], number: int) -> list[_CollectiveCall]:
     calls = []
     for status in statuses:
         recorded = status.progress.find_collective(number)
         if recorded is not None:
             site, size = recorded
-            calls.append(CollectiveCall(status, site, size))
+            calls.append(_CollectiveCall(status, site, size))
     return calls
 
 
 def _compare(
-    first: CollectiveCall,
-    second: CollectiveCall,
+    first: _CollectiveCall,
+    second: _CollectiveCall,
     number: int,
     step: str,
     statuses: Sequence[RankStatus],

@@ -95,7 +95,7 @@ class RankStatus:
         if is_script and innermost.file.endswith(BACKWARD_FILE):
             # DistributedDataParallel waits for the other ranks in the backward pass.
             return replace(innermost, function="backward")
-        calls = [frame for frame in self.stack if is_in_collective(frame)]
+        calls = [frame for frame in self.stack if _is_in_collective(frame)]
         if innermost not in calls:
             return None
         for call in self.stack:
@@ -193,7 +193,7 @@ def _is_in_files(frame: Frame, files: Sequence[str]) -> bool:
     return any(file in frame.file for file in files)
 
 
-def is_in_collective(frame: Frame) -> bool:
+def _is_in_collective(frame: Frame) -> bool:
     """Return whether a call is of a collective, or of the rendezvous before the first one."""
     if frame.function == STORE_FUNCTION and frame.file.endswith(STORE_FILE):
         return True

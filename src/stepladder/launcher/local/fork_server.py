@@ -20,7 +20,7 @@ from stepladder.core.signals import die_with_parent
 from stepladder.rank.lifecycle import RANK_SIGNALS
 
 
-def show_error(
+def _show_error(
     error_type: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
     """Print why the server ends.
@@ -31,7 +31,7 @@ def show_error(
         sys.__excepthook__(error_type, error, trace)
 
 
-sys.excepthook = show_error  # each rank restores Python's own
+sys.excepthook = _show_error  # each rank restores Python's own
 die_with_parent()
 if os.environ.get(SAFE_PATH_VARIABLE) == FORK_SERVER_VALUE:
     del os.environ[SAFE_PATH_VARIABLE]  # processes that ranks start must not inherit it

@@ -25,7 +25,7 @@ class ForkServerWatch:
         Returns:
             A message for the user if it was stopped.
         """
-        pid = find_fork_server()
+        pid = _find_fork_server()
         if pid is None or not is_stopped(pid):
             self._polls_stopped = 0
             return None
@@ -40,7 +40,7 @@ class ForkServerWatch:
         )
 
 
-def find_fork_server() -> int | None:
+def _find_fork_server() -> int | None:
     """Return the process id of multiprocessing's fork server, if one was started."""
     pid: int | None = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
     return pid
@@ -48,7 +48,7 @@ def find_fork_server() -> int | None:
 
 def continue_fork_server() -> None:
     """Continue the fork server in case it is stopped: it has to answer to start a rank."""
-    pid = find_fork_server()
+    pid = _find_fork_server()
     if pid is not None:
         with suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGCONT)

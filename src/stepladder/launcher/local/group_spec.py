@@ -13,7 +13,7 @@ from stepladder.rank.preemption import TIME_LIMIT_MARGIN_S, TRAINING_STOP_SIGNAL
 DEFAULT_STOP_TIMEOUT_S = 30.0  # for a job, where no time limit is near
 
 
-def read_stop_timeout() -> float:
+def _read_stop_timeout() -> float:
     """Return the seconds that a job may take to stop.
 
     A batch job may use all that remains of its time limit, since a step may be long.
@@ -49,7 +49,7 @@ class GroupSpec:
     make_environment: Callable[[dict[str, str]], dict[str, str]] = dict
     output: Output = field(default_factory=Output)
     stop_signals: tuple[int, ...] = TRAINING_STOP_SIGNALS
-    stop_timeout: Callable[[], float] = read_stop_timeout
+    stop_timeout: Callable[[], float] = _read_stop_timeout
     is_script: bool = False
     recovers_in_place: bool = False
     accepts_joining_nodes: bool = False

@@ -53,7 +53,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Hang:
+class _Hang:
     """A hang that was found.
 
     Args:
@@ -67,7 +67,7 @@ class Hang:
 
 
 @dataclass(frozen=True)
-class ReportedHang:
+class _ReportedHang:
     """A hang of which the other nodes know.
 
     Args:
@@ -93,8 +93,8 @@ class Monitor:
         self._limits = limits
         self._last_progress = b""
         self._polls_since_inspection = math.inf
-        self._hang: Hang | None = None
-        self._reported = ReportedHang(None, ())
+        self._hang: _Hang | None = None
+        self._reported = _ReportedHang(None, ())
         self._deadlock_finder = DeadlockFinder()
         # A node that has only some of the ranks reports a hang when it does so for all nodes.
         self._reports_hang = ranks.has_all_ranks
@@ -143,7 +143,7 @@ class Monitor:
             f" {self._limits.timeout:g} s (--timeout), or all ranks are restarted"
         )
 
-    def _find_deadlock(self, alive: Collection[int]) -> Hang | None:
+    def _find_deadlock(self, alive: Collection[int]) -> _Hang | None:
         """Return the hang if no rank can go on, which is certain long before the usual time."""
         if self._limits.explain_after is not None or not self._ranks.has_all_ranks:
             return None
@@ -154,9 +154,9 @@ class Monitor:
             return None
         self._polls_since_inspection = 0
         explanation = self._deadlock_finder.examine(self._ranks.inspect(alive))
-        return Hang(explanation, dict.fromkeys(alive, IdleKind.QUIET)) if explanation else None
+        return _Hang(explanation, dict.fromkeys(alive, IdleKind.QUIET)) if explanation else None
 
-    def _find_hang(self, alive: Collection[int]) -> Hang | None:
+    def _find_hang(self, alive: Collection[int]) -> _Hang | None:
         """Return the hang if no rank makes progress, or if ranks have waited in one collective."""
         enough_polls = math.ceil(self._limits.explain_after_s / MONITOR_INTERVAL_S)
         is_still = self.polls_without_progress >= enough_polls
@@ -172,7 +172,7 @@ class Monitor:
                 waiting[local_rank] = kind
         if not is_still and not waiting:
             return None
-        return Hang(explain_hang(statuses, self._ranks.has_all_ranks), waiting)
+        return _Hang(explain_hang(statuses, self._ranks.has_all_ranks), waiting)
 
     def _may_inspect(self, alive: Collection[int], enough_polls: int) -> bool:
         """Return whether ranks have been idle for long enough to be asked for their stacks."""
@@ -208,7 +208,7 @@ class Monitor:
     def mark_hang_reported(self) -> None:
         """Remember that the other nodes know what the ranks do now."""
         switches = [observed.idle_meter.context_switches for observed in self._ranks]
-        self._reported = ReportedHang(self.explanation, switches)
+        self._reported = _ReportedHang(self.explanation, switches)
 
     def report_for_all_nodes(self, explanation: Explanation) -> str:
         """Return the text for the user about a hang of ranks on several nodes."""

@@ -21,7 +21,7 @@ from stepladder.rank.open_file import MemoryFile
 from stepladder.rank.stacks import Stack, parse_traceback, read_abort_stacks, read_stacks
 
 
-class ObservedRank:
+class _ObservedRank:
     """What is known of one rank.
 
     Args:
@@ -72,16 +72,16 @@ class ObservedRanks:
         self._dump_prefix = dump_prefix
         self._progress_file = MemoryFile("progress")
         self._sites_file = MemoryFile("sites")
-        self._observed = [ObservedRank(rank, MemoryFile("stacks")) for rank in ranks]
+        self._observed = [_ObservedRank(rank, MemoryFile("stacks")) for rank in ranks]
         self._progress_file.path.write_bytes(bytes(progress.BYTES_PER_RANK * len(ranks)))
 
     def __len__(self) -> int:
         return len(self._observed)
 
-    def __getitem__(self, local_rank: int) -> ObservedRank:
+    def __getitem__(self, local_rank: int) -> _ObservedRank:
         return self._observed[local_rank]
 
-    def __iter__(self) -> Iterator[ObservedRank]:
+    def __iter__(self) -> Iterator[_ObservedRank]:
         return iter(self._observed)
 
     @property
@@ -107,13 +107,13 @@ class ObservedRanks:
     def set_process(self, local_rank: int, pid: int) -> None:
         """Observe this process as a local rank."""
         observed = self._observed[local_rank]
-        self._observed[local_rank] = ObservedRank(observed.rank, observed.stack_file, pid)
+        self._observed[local_rank] = _ObservedRank(observed.rank, observed.stack_file, pid)
 
     def replace_rank(self, local_rank: int, rank: int, pid: int) -> None:
         """Observe the replacement of a lost rank, which has a new number."""
         progress.clear_slots(self._progress_file.path, local_rank)
         stack_file = self._observed[local_rank].stack_file
-        self._observed[local_rank] = ObservedRank(rank, stack_file, pid)
+        self._observed[local_rank] = _ObservedRank(rank, stack_file, pid)
 
     def request_regroup(self, local_rank: int) -> None:
         """Ask a local rank to leave its group after the current step: another rank joins."""
@@ -147,7 +147,7 @@ class ObservedRanks:
         return statuses
 
     def _inspect_running(
-        self, observed: ObservedRank, rank_progress: progress.RankProgress
+        self, observed: _ObservedRank, rank_progress: progress.RankProgress
     ) -> RankStatus:
         pid = observed.pid
         file = observed.stack_file.path
@@ -167,7 +167,7 @@ class ObservedRanks:
         )
 
     def _inspect_ended(
-        self, observed: ObservedRank, rank_progress: progress.RankProgress, trace: str
+        self, observed: _ObservedRank, rank_progress: progress.RankProgress, trace: str
     ) -> RankStatus:
         crashed_threads = read_abort_stacks(observed.stack_file.path)
         if crashed_threads:

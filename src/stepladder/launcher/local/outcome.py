@@ -142,7 +142,7 @@ class Exited:
 
 
 @dataclass(frozen=True)
-class GroupFailure:
+class _GroupFailure:
     """A failure of the ranks together.
 
     Args:
@@ -160,18 +160,18 @@ class GroupFailure:
         return self.text[:MAX_SUMMARY_CHARACTERS]
 
 
-class Stalled(GroupFailure):
+class Stalled(_GroupFailure):
     """The ranks could not continue together. The text says which rank made the others wait."""
 
 
-class Mismatched(GroupFailure):
+class Mismatched(_GroupFailure):
     """Ranks have called different collectives, as they would after a restart: the code is wrong.
 
     The text names two calls with their lines, and the usual cause.
     """
 
 
-class Unrecoverable(GroupFailure):
+class Unrecoverable(_GroupFailure):
     """The remaining ranks need state that only lost ranks had. The losses were reported before."""
 
     def __init__(self, text: str) -> None:

@@ -76,7 +76,7 @@ def determine_outcome(evidence: Evidence) -> Outcome:
     return Stalled(None, STOP_TIMED_OUT)
 
 
-def find_success(evidence: Evidence) -> Outcome | None:
+def _find_success(evidence: Evidence) -> Outcome | None:
     """Return a success if all ranks have finished, or have stopped when they were asked to."""
     codes = evidence.exit_codes.values()
     if evidence.failed_codes or evidence.explanation is not None:
@@ -88,7 +88,7 @@ def find_success(evidence: Evidence) -> Outcome | None:
     return Success()
 
 
-def find_bad_input(evidence: Evidence) -> Outcome | None:
+def _find_bad_input(evidence: Evidence) -> Outcome | None:
     """Return the bad input that a rank has found: all other failures are its consequence."""
     for error in evidence.errors:
         if error.kind is ErrorKind.BAD_INPUT:
@@ -96,14 +96,14 @@ def find_bad_input(evidence: Evidence) -> Outcome | None:
     return None
 
 
-def find_stop_signal(evidence: Evidence) -> Outcome | None:
+def _find_stop_signal(evidence: Evidence) -> Outcome | None:
     """Return the signal that asked a script to stop, after which its ranks failed."""
     if not evidence.stop_signal:
         return None
     return Stalled(None, f"stopped by {signal_name(evidence.stop_signal)}")
 
 
-def find_early_stall(evidence: Evidence) -> Outcome | None:
+def _find_early_stall(evidence: Evidence) -> Outcome | None:
     """Return the stall, if it came before any rank failed.
 
     The ranks that waited then failed because they waited in vain, so their errors do not tell the
@@ -114,15 +114,15 @@ def find_early_stall(evidence: Evidence) -> Outcome | None:
     if not evidence.was_explained_first or evidence.explanation is None:
         return None
     if evidence.explanation.rank is None and evidence.errors:
-        return find_exception(evidence) or find_lost_peer(evidence)
+        return _find_exception(evidence) or _find_lost_peer(evidence)
     lost_a_peer = {error.rank for error in evidence.errors if error.is_consequence}
     failed_by_themselves = evidence.failed_codes.keys() - lost_a_peer
     if evidence.explanation.rank in failed_by_themselves:
         return None
-    return find_stall(evidence)
+    return _find_stall(evidence)
 
 
-def find_exception(evidence: Evidence) -> Outcome | None:
+def _find_exception(evidence: Evidence) -> Outcome | None:
     """Return the earliest exception that no other rank caused."""
     was_killed = any(code < 0 for code in evidence.failed_codes.values())
     kinds_of_later_rules = {ErrorKind.SYS_EXIT}
@@ -143,7 +143,7 @@ def find_exception(evidence: Evidence) -> Outcome | None:
     return Raised(first)
 
 
-def find_early_end(evidence: Evidence) -> Outcome | None:
+def _find_early_end(evidence: Evidence) -> Outcome | None:
     """Return the end of a rank that finished while the others still needed it."""
     explanation = evidence.explanation
     if explanation is None or not explanation.left_early:
@@ -151,7 +151,7 @@ def find_early_end(evidence: Evidence) -> Outcome | None:
     return Stalled(explanation.rank, explanation.with_cause)
 
 
-def find_mismatch(evidence: Evidence) -> Outcome | None:
+def _find_mismatch(evidence: Evidence) -> Outcome | None:
     """Return that ranks called different collectives, or the abort that is its usual sign.
 
     gloo aborts such a rank without a message, so the recorded calls explain more than the signal.
@@ -165,7 +165,7 @@ def find_mismatch(evidence: Evidence) -> Outcome | None:
     return Stalled(explanation.rank, explanation.with_cause)
 
 
-def find_signal(evidence: Evidence) -> Outcome | None:
+def _find_signal(evidence: Evidence) -> Outcome | None:
     """Return the signal that has ended a rank."""
     for rank, code in evidence.failed_codes.items():
         if code < 0:
@@ -173,14 +173,14 @@ def find_signal(evidence: Evidence) -> Outcome | None:
     return None
 
 
-def find_stall(evidence: Evidence) -> Outcome | None:
+def _find_stall(evidence: Evidence) -> Outcome | None:
     """Return why the ranks made no progress."""
     if evidence.explanation is None:
         return None
     return Stalled(evidence.explanation.rank, evidence.explanation.sentence)
 
 
-def find_exit_code(evidence: Evidence) -> Outcome | None:
+def _find_exit_code(evidence: Evidence) -> Outcome | None:
     """Return the exit code of a rank that called sys.exit(), or that recorded no error."""
     kinds = {error.rank: error.kind for error in evidence.errors}
     for rank, code in evidence.failed_codes.items():
@@ -189,7 +189,7 @@ def find_exit_code(evidence: Evidence) -> Outcome | None:
     return None
 
 
-def find_lost_state(evidence: Evidence) -> Outcome | None:
+def _find_lost_state(evidence: Evidence) -> Outcome | None:
     """Return the earliest error of a rank that found the training state lost with other ranks.
 
     Later errors come from ranks that were about to join, and only say that the others have ended.
@@ -201,7 +201,7 @@ def find_lost_state(evidence: Evidence) -> Outcome | None:
     return Unrecoverable(first.text)
 
 
-def find_lost_peer(evidence: Evidence) -> Outcome | None:
+def _find_lost_peer(evidence: Evidence) -> Outcome | None:
     """Return the loss of a peer, which is the only evidence if the cause is on another node."""
     if not evidence.errors:
         return None
@@ -209,16 +209,16 @@ def find_lost_peer(evidence: Evidence) -> Outcome | None:
 
 
 RULES: tuple[Rule, ...] = (
-    find_success,
-    find_bad_input,
-    find_stop_signal,
-    find_early_stall,
-    find_exception,
-    find_early_end,
-    find_mismatch,
-    find_signal,
-    find_stall,
-    find_exit_code,
-    find_lost_state,
-    find_lost_peer,
+    _find_success,
+    _find_bad_input,
+    _find_stop_signal,
+    _find_early_stall,
+    _find_exception,
+    _find_early_end,
+    _find_mismatch,
+    _find_signal,
+    _find_stall,
+    _find_exit_code,
+    _find_lost_state,
+    _find_lost_peer,
 )

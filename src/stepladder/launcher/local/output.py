@@ -23,7 +23,7 @@ STDOUT = 1
 STDERR = 2
 
 
-class LogFolder:
+class _LogFolder:
     """The folder of the ranks' log files. A full disk ends the logs, never the ranks.
 
     Args:
@@ -106,7 +106,7 @@ class Stream:
             return
         self._log(b"".join(lines))
         if self._target:
-            write_to_own_stream(self._target, b"".join(self._prefix + line for line in lines))
+            _write_to_own_stream(self._target, b"".join(self._prefix + line for line in lines))
 
     @property
     def _terminal(self) -> TextIO | None:
@@ -138,7 +138,7 @@ class Output:
         # The open pipes, by file descriptor.
         self.streams: dict[int, Stream] = {}
         self._prefixed = prefixed
-        self._logs = None if log_dir is None else LogFolder(log_dir)
+        self._logs = None if log_dir is None else _LogFolder(log_dir)
         self._shown = shown
 
     @contextmanager
@@ -246,14 +246,14 @@ class LogFiles(Output):
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
-        self._folder = LogFolder(folder)
+        self._folder = _LogFolder(folder)
         self._has_begun = False
         self._pending: list[tuple[str, bytes]] = []  # names of files, and data for them
 
     def _make_pipes(self, name: str, rank: int, local_rank: int) -> Sequence[OpenFile]:
         if rank == 0:
             return ()
-        pipe = self._make_pipe(RawStream(partial(self.append, f"{name}.log")))
+        pipe = self._make_pipe(_RawStream(partial(self.append, f"{name}.log")))
         return pipe, pipe  # one pipe for both streams preserves their order
 
     def begin(self) -> None:
@@ -280,7 +280,7 @@ class LogFiles(Output):
             self.begin()
 
 
-class RawStream(Stream):
+class _RawStream(Stream):
     """The bytes that come through one pipe, which are written to a log file unchanged."""
 
     def __init__(self, log: Callable[[bytes], None]) -> None:
@@ -291,7 +291,7 @@ class RawStream(Stream):
         self._log(data)
 
 
-def write_to_own_stream(target: int, data: bytes) -> None:
+def _write_to_own_stream(target: int, data: bytes) -> None:
     """Write to our own stdout or stderr.
 
     What the stream does not accept is lost, and the ranks continue: its reader has ended

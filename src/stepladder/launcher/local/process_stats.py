@@ -17,7 +17,7 @@ POLLS_LOST_BY_NOISE = 10
 IDLE_CPU_S = 0.015  # between two polls: at most one tick of the kernel's clock
 
 
-def query_process(pid: int, query: Callable[[psutil.Process], T], default: T) -> T:
+def _query_process(pid: int, query: Callable[[psutil.Process], T], default: T) -> T:
     """Return the result of a query of a process, or the default if the process has ended."""
     import psutil  # late: it would take a third of the time of `train --help`
 
@@ -28,17 +28,17 @@ def query_process(pid: int, query: Callable[[psutil.Process], T], default: T) ->
 
 def is_alive(pid: int) -> bool:
     """Return whether a process runs, and is no zombie."""
-    return query_process(pid, lambda process: process.status() != "zombie", False)
+    return _query_process(pid, lambda process: process.status() != "zombie", False)
 
 
 def is_stopped(pid: int) -> bool:
     """Return whether SIGSTOP or Ctrl-Z has stopped the process. A debugger does not count."""
-    return query_process(pid, lambda process: process.status() == "stopped", False)
+    return _query_process(pid, lambda process: process.status() == "stopped", False)
 
 
 def read_cpu_seconds(pid: int) -> float:
     """Return the time that a process has computed, in user and system mode."""
-    return query_process(pid, lambda process: sum(process.cpu_times()[:2]), 0.0)
+    return _query_process(pid, lambda process: sum(process.cpu_times()[:2]), 0.0)
 
 
 def read_busy_seconds(pid: int) -> float:
@@ -55,12 +55,12 @@ def read_busy_seconds(pid: int) -> float:
     return busy_ns / 1e9
 
 
-def count_context_switches(pid: int) -> tuple[int, int]:
+def _count_context_switches(pid: int) -> tuple[int, int]:
     """Return how often the kernel has taken the main thread of a process off a core.
 
     The two numbers, of voluntary and involuntary switches, do not change while the thread sleeps.
     """
-    return query_process(pid, lambda process: tuple(process.num_ctx_switches()), (0, 0))
+    return _query_process(pid, lambda process: tuple(process.num_ctx_switches()), (0, 0))
 
 
 def sleeps(pid: int) -> bool:
@@ -78,7 +78,9 @@ def sleeps(pid: int) -> bool:
 
 def find_children(pid: int) -> list[int]:
     """Return the child processes of a process."""
-    return query_process(pid, lambda process: sorted(child.pid for child in process.children()), [])
+    return _query_process(
+        pid, lambda process: sorted(child.pid for child in process.children()), []
+    )
 
 
 def count_oom_kills() -> int:
@@ -139,5 +141,5 @@ class IdleMeter:
 
     def reset(self, pid: int) -> None:
         """Ignore the activity since the last poll, such as that of printing a stack."""
-        self.context_switches = count_context_switches(pid)
+        self.context_switches = _count_context_switches(pid)
         self._cpu_s = read_cpu_seconds(pid)

@@ -80,7 +80,7 @@ class RankStarter:
             )
             continue_fork_server()
             oom_kills = count_oom_kills()
-            start_process(process)
+            _start_process(process)
         return RankProcess(rank, local_rank, process, errors, oom_kills)
 
     def guard_session(self, member: RankProcess) -> None:
@@ -95,14 +95,14 @@ class RankStarter:
             self._session_guard.close()
 
 
-def start_process(process: Any) -> None:
+def _start_process(process: Any) -> None:
     """Start a process of multiprocessing, also if its fork server was killed a moment ago.
 
     Raises:
         InputError: The fork server ends each time.
     """
     for _ in range(MAX_START_ATTEMPTS):
-        with suppress(EOFError, ConnectionError), reach_fork_server(), hide_current_folder():
+        with suppress(EOFError, ConnectionError), reach_fork_server(), _hide_current_folder():
             process.start()
             return
         time.sleep(MONITOR_INTERVAL_S)  # until the old server has ended
@@ -110,7 +110,7 @@ def start_process(process: Any) -> None:
 
 
 @contextmanager
-def hide_current_folder() -> Iterator[None]:
+def _hide_current_folder() -> Iterator[None]:
     """Keep the current folder out of sys.path of interpreters that are started in the block.
 
     The fork server is started with `python -c`, which searches the current folder first: a

@@ -16,7 +16,7 @@ TOKEN_PATTERN = re.compile(rb"\r|\n|\x1b\[A|(?:(?!\x1b\[A)[^\r\n])+")
 ESCAPE_PATTERN = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
 
 
-class Row:
+class _Row:
     """One row of the screen, which may not be complete yet."""
 
     def __init__(self) -> None:
@@ -69,11 +69,11 @@ class Screen:
         self.live = b""
         self._clock = clock
         self._bars_shown_at = 0.0
-        self._rows = [Row()]
+        self._rows = [_Row()]
         self._cursor = 0
 
     def _clear(self) -> None:
-        self._rows = [Row()]
+        self._rows = [_Row()]
         self._cursor = 0
         self.live = b""
 
@@ -102,9 +102,9 @@ class Screen:
     def _move_down(self) -> None:
         self._cursor += 1
         if self._cursor == len(self._rows):
-            self._rows.append(Row())
+            self._rows.append(_Row())
 
-    def _write(self, row: Row, text: bytes) -> None:
+    def _write(self, row: _Row, text: bytes) -> None:
         if not any(row.is_bar for row in self._rows):
             self._bars_shown_at = self._clock()
         row.write(text)

@@ -26,7 +26,7 @@ class SessionGuard:
 
     def __init__(self, context: ForkServerContext) -> None:
         guard_end, self._pipe = context.Pipe(duplex=False)
-        self._process = context.Process(target=guard_sessions, args=(guard_end,))
+        self._process = context.Process(target=_guard_sessions, args=(guard_end,))
         self._process.start()
         guard_end.close()
 
@@ -43,7 +43,7 @@ class SessionGuard:
         self._process.join(GUARD_EXIT_TIMEOUT_S)
 
 
-def guard_sessions(pipe: Connection) -> None:
+def _guard_sessions(pipe: Connection) -> None:
     """Wait until the launcher closes the guard or ends. Never returns."""
     os.setsid()  # a signal to the launcher's process group is not meant for this process
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -51,7 +51,7 @@ def guard_sessions(pipe: Connection) -> None:
     with suppress(EOFError, OSError):
         while (message := pipe.recv_bytes()) != GUARD_DONE:
             pid = int(message)
-            start_times[pid] = read_start_time(pid)
+            start_times[pid] = _read_start_time(pid)
         os._exit(0)
     for _ in range(KILL_ROUNDS):
         _kill_sessions(start_times)
@@ -63,14 +63,14 @@ def _kill_sessions(start_times: dict[int, str]) -> None:
     sessions = {
         leader
         for leader, start_time in start_times.items()
-        if read_start_time(leader) in ("", start_time)
+        if _read_start_time(leader) in ("", start_time)
     }
-    for pid in find_session_members(sessions):
+    for pid in _find_session_members(sessions):
         with suppress(OSError):
             os.kill(pid, signal.SIGKILL)
 
 
-def find_session_members(sessions: Collection[int]) -> list[int]:
+def _find_session_members(sessions: Collection[int]) -> list[int]:
     """Return the processes of some sessions. A session has the process id of its leader."""
     pids = []
     for folder in Path("/proc").glob("[0-9]*"):
@@ -81,7 +81,7 @@ def find_session_members(sessions: Collection[int]) -> list[int]:
     return pids
 
 
-def read_start_time(pid: int) -> str:
+def _read_start_time(pid: int) -> str:
     """Return when a process started, in ticks of the kernel, or "" if it has ended."""
     with suppress(OSError, IndexError):
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")

@@ -65,7 +65,7 @@ RendezvousOpener = Callable[[Callable[[], None]], OpenRendezvous]
 
 
 @dataclass(frozen=True)
-class NodeStart:
+class _NodeStart:
     """One start of this node's ranks, together with those of the other nodes.
 
     Args:
@@ -107,7 +107,7 @@ class Agent:
         self.status = Status.ABSENT
         self._open_rendezvous = open_rendezvous
         self._rendezvous: OpenRendezvous | None = None
-        self._start: NodeStart | None = None
+        self._start: _NodeStart | None = None
         self._liveness = LivenessConnections("")
         self._stopping = False  # whether the ranks were asked to stop for nodes that want to join
         self._outcome: Outcome = Success()  # replaced when the ranks have ended
@@ -121,7 +121,7 @@ class Agent:
         return self._rendezvous
 
     @property
-    def start(self) -> NodeStart:
+    def start(self) -> _NodeStart:
         """The last start, once the ranks have been started."""
         assert self._start is not None
         return self._start
@@ -176,7 +176,7 @@ class Agent:
         consensus = None
         if spec.recovers_in_place:
             consensus = StoreConsensus(peers, self.rendezvous.min_nodes, self._liveness)
-        self._start = NodeStart(peers, HangReporter(self.group, peers.inquiry), consensus)
+        self._start = _NodeStart(peers, HangReporter(self.group, peers.inquiry), consensus)
         info = self.node.info
         generation = self.rendezvous_record.number
         attempt = f"{generation}.{info.attempt}" if generation else str(info.attempt)

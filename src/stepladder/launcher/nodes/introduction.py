@@ -32,7 +32,7 @@ Check = Callable[[], object]
 
 
 @dataclass(frozen=True)
-class RunningStart:
+class _RunningStart:
     """A start whose ranks recover in place.
 
     Args:
@@ -51,7 +51,7 @@ class RunningStart:
 def announce_start(peers: Peers, known: NodeInfo) -> None:
     """Publish, on the first node, that other nodes can join this start."""
     if peers.index == 0:
-        start = RunningStart(known.attempt, peers.node_count, peers.world_size, known.failed)
+        start = _RunningStart(known.attempt, peers.node_count, peers.world_size, known.failed)
         board = SignedBoard(peers.shared_store, LAUNCH_SCOPE, peers.secret)
         board.write(CURRENT_START_KEY, json.dumps(asdict(start)))
 
@@ -76,7 +76,7 @@ def join_running_start(
     launch_board = SignedBoard(shared_store, LAUNCH_SCOPE, secret)
     if not launch_board.has(CURRENT_START_KEY):
         return None
-    start: RunningStart = convert(json.loads(launch_board.read(CURRENT_START_KEY)), RunningStart)
+    start: _RunningStart = convert(json.loads(launch_board.read(CURRENT_START_KEY)), _RunningStart)
     board = open_start_board(shared_store, start.attempt, secret)
     took_part = start.attempt <= own_info.attempt
     if took_part or board.has(BROKEN_KEY) or board.has(ENDED_KEY):

@@ -71,7 +71,7 @@ def run_on_nodes(node: LocalNode, spec: RendezvousSpec) -> int:
     """  # noqa: DOC501 - _make_foreign_writer_error makes an InputError
 
     def open_rendezvous(check: Callable[[], None]) -> OpenRendezvous:
-        return wait_interruptibly(lambda: open_script_rendezvous(spec), check)
+        return wait_interruptibly(lambda: _open_script_rendezvous(spec), check)
 
     try:
         return Agent(node, UnpublishedRendezvous(), open_rendezvous).run()
@@ -90,7 +90,7 @@ def _make_foreign_writer_error(where: str, hint: str) -> InputError:
     return InputError(f"something else than this launch writes to the rendezvous at {where}", hint)
 
 
-def open_script_rendezvous(spec: RendezvousSpec) -> OpenRendezvous:
+def _open_script_rendezvous(spec: RendezvousSpec) -> OpenRendezvous:
     """Open the rendezvous of a script's agents.
 
     This may wait for the node that serves the store.
@@ -127,7 +127,7 @@ def open_or_find_store(spec: RendezvousSpec) -> TCPStore:
     may_serve = spec.conf.get("is_host", "true").lower() in ("true", "1")
     if may_serve and is_local(spec.host):
         with suppress(DistError):
-            return open_store(spec.host, spec.port, serves=True)
+            return _open_store(spec.host, spec.port, serves=True)
     why = f"waiting for the rendezvous at {spec.endpoint}"
     if not wait_until(partial(is_listening, spec.host, spec.port), spec.timeout, why):
         raise InputError(
@@ -145,7 +145,7 @@ def open_or_find_store(spec: RendezvousSpec) -> TCPStore:
             )
 
     # If another protocol answers at the port, torch waits for ever.
-    return wait_interruptibly(lambda: open_store(spec.host, spec.port, serves=False), check)
+    return wait_interruptibly(lambda: _open_store(spec.host, spec.port, serves=False), check)
 
 
 def train_on_nodes(node: LocalNode, rendezvous: RunDirRendezvous, nodes: tuple[int, int]) -> int:
@@ -214,7 +214,7 @@ def open_generation(
 
     def serve(port: int) -> int:
         try:
-            store = open_store(rendezvous.address, port, serves=True)
+            store = _open_store(rendezvous.address, port, serves=True)
         except DistError as error:
             if not port:
                 raise
@@ -230,8 +230,8 @@ def open_generation(
     if served:
         store = served[0]
     else:
-        store = wait_interruptibly(lambda: open_store(host, port, serves=False), check)
-    set_connection_timeouts(port)
+        store = wait_interruptibly(lambda: _open_store(host, port, serves=False), check)
+    _set_connection_timeouts(port)
     return make_rendezvous(
         store,
         f"generation-{generation.number}",
@@ -242,7 +242,7 @@ def open_generation(
     )
 
 
-def open_store(host: str, port: int, serves: bool) -> TCPStore:
+def _open_store(host: str, port: int, serves: bool) -> TCPStore:
     """Serve a store, or connect to one and wait until it is served.
 
     Args:
@@ -303,7 +303,7 @@ def make_rendezvous(
     return OpenRendezvous(handler, secret, address, nodes[0], store)
 
 
-def set_connection_timeouts(port: int) -> None:
+def _set_connection_timeouts(port: int) -> None:
     """Let the kernel end this process's connections to the store when its node falls silent.
 
     Without this torch waits for ever.

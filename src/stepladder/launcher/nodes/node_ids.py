@@ -57,7 +57,7 @@ class NodeIds:
             self._file = open_lock_file(self.path)
         next_id = os.fstat(self._file).st_size
         candidates = [node_id for node_id in range(next_id) if node_id not in given_up]
-        if sum(is_locked(self._file, node_id) for node_id in candidates) >= self.max_nodes:
+        if sum(_is_locked(self._file, node_id) for node_id in candidates) >= self.max_nodes:
             return False
         os.ftruncate(self._file, next_id + 1)
         fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, next_id)
@@ -72,7 +72,7 @@ class NodeIds:
         self.own_id = NO_ID
 
 
-def is_locked(file: int, index: int) -> bool:
+def _is_locked(file: int, index: int) -> bool:
     """Return whether another process has locked this byte of an open file."""
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, index)

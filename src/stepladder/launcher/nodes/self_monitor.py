@@ -178,7 +178,7 @@ class SelfMonitor:
         main_thread = threading.main_thread().ident
         frames = sorted(sys._current_frames().items(), key=lambda item: item[0] != main_thread)
         stacks = [walk_stack(frame) for thread, frame in frames if thread != monitor_thread]
-        progress = read_own_progress()
+        progress = _read_own_progress()
         return RankStatus(
             self.world.rank, self.pid, ProcessState.RUNNING, progress, stacks, host=self.host
         )
@@ -229,7 +229,7 @@ class SelfMonitor:
             error.rank,
             self.pid,
             ProcessState.ENDED,
-            read_own_progress(),
+            _read_own_progress(),
             parse_traceback(error.trace),
             host=self.host,
         )
@@ -280,6 +280,6 @@ class SelfMonitor:
         return RankStatus(rank, pid, state, threads=stacks, host=host)
 
 
-def read_own_progress() -> RankProgress:
+def _read_own_progress() -> RankProgress:
     """Return the step and the phase of this process."""
     return RankProgress(step=LOCAL_SLOTS[STEP], phase=LOCAL_SLOTS[PHASE])

@@ -171,7 +171,7 @@ def _is_alive(process: psutil.Process) -> bool:
 # -- networks --------------------------------------------------------------------------------------
 
 
-def run_ip(*arguments: str) -> None:
+def _run_ip(*arguments: str) -> None:
     """Run the command `ip`.
 
     Raises:
@@ -204,12 +204,12 @@ def find_free_subnet() -> int:
 def create_networks(layout: Layout) -> None:
     """Create the bridge, and each node's network on it."""
     bridge = layout.bridge
-    run_ip("link", "add", bridge, "type", "bridge")
-    run_ip("addr", "add", f"{layout.address}/24", "dev", bridge)
-    run_ip("link", "set", bridge, "up")
-    with_ipv6 = has_ipv6()
+    _run_ip("link", "add", bridge, "type", "bridge")
+    _run_ip("addr", "add", f"{layout.address}/24", "dev", bridge)
+    _run_ip("link", "set", bridge, "up")
+    with_ipv6 = _has_ipv6()
     if with_ipv6:
-        run_ip("addr", "add", f"{layout.address6}/64", "dev", bridge, "nodad")
+        _run_ip("addr", "add", f"{layout.address6}/64", "dev", bridge, "nodad")
     for node in layout.all_nodes:
         _create_node_network(node, bridge, with_ipv6)
 
@@ -217,17 +217,17 @@ def create_networks(layout: Layout) -> None:
 def _create_node_network(node: Node, bridge: str, with_ipv6: bool) -> None:
     device = node.device
     inside = ["-n", device]
-    run_ip("netns", "add", device)
-    run_ip("link", "add", device, "type", "veth", "peer", "name", "eth0", "netns", device)
-    run_ip("link", "set", device, "master", bridge, "up")
-    run_ip(*inside, "addr", "add", f"{node.address}/24", "dev", "eth0")
+    _run_ip("netns", "add", device)
+    _run_ip("link", "add", device, "type", "veth", "peer", "name", "eth0", "netns", device)
+    _run_ip("link", "set", device, "master", bridge, "up")
+    _run_ip(*inside, "addr", "add", f"{node.address}/24", "dev", "eth0")
     if with_ipv6:
-        run_ip(*inside, "addr", "add", f"{node.address6}/64", "dev", "eth0", "nodad")
+        _run_ip(*inside, "addr", "add", f"{node.address6}/64", "dev", "eth0", "nodad")
     for name in ("lo", "eth0"):
-        run_ip(*inside, "link", "set", name, "up")
+        _run_ip(*inside, "link", "set", name, "up")
 
 
-def has_ipv6() -> bool:
+def _has_ipv6() -> bool:
     """Return whether this machine has IPv6."""
     setting = Path("/proc/sys/net/ipv6/conf/default/disable_ipv6")
     return setting.exists() and setting.read_text(encoding="utf-8").strip() == "0"
@@ -237,7 +237,7 @@ def remove_networks(layout: Layout) -> None:
     """Remove the networks, as far as they exist; their processes must have ended."""
     for node in layout.all_nodes:
         if (NAMESPACES_FOLDER / node.device).exists():
-            run_ip("netns", "del", node.device)
+            _run_ip("netns", "del", node.device)
     existing = psutil.net_if_addrs()
     # The kernel removes a namespace and its cable a moment after the last process has ended, so the
     # cable may be there or not, and an error is ignored.
@@ -256,7 +256,7 @@ def set_cable(node: Node, up: bool) -> None:
 
     Without a cable the node keeps its addresses, and what it sends is lost without an error.
     """
-    run_ip("link", "set", node.device, "up" if up else "down")
+    _run_ip("link", "set", node.device, "up" if up else "down")
 
 
 def make_node_command(layout: Layout, node: Node, command: list[str]) -> list[str]:

@@ -43,9 +43,9 @@ def prepare_lab(nodes: int, cpus: int, gpus: int, plain: bool) -> Lab:
     Raises:
         InputError: If this machine or this user cannot have it.
     """
-    validate_size("--nodes", nodes, 1, MAX_NODES)
-    validate_size("--cpus", cpus, 1, 1024)
-    validate_size("--gpus", gpus, 0, MAX_LAB_GPUS)
+    _validate_size("--nodes", nodes, 1, MAX_NODES)
+    _validate_size("--cpus", cpus, 1, 1024)
+    _validate_size("--gpus", gpus, 0, MAX_LAB_GPUS)
     validate_programs(plain)
     if not plain and os.geteuid() != 0:
         raise InputError(
@@ -56,8 +56,8 @@ def prepare_lab(nodes: int, cpus: int, gpus: int, plain: bool) -> Lab:
     with as_input_error(message, "a line for it in /etc/passwd", (KeyError, OSError)):
         user = getpass.getuser()
     folder = get_lab_folder()
-    validate_folder(folder)
-    remove_stale_lab(folder)
+    _validate_folder(folder)
+    _remove_stale_lab(folder)
     layout = Layout(
         folder,
         nodes,
@@ -73,7 +73,7 @@ def prepare_lab(nodes: int, cpus: int, gpus: int, plain: bool) -> Lab:
     return Lab(layout)
 
 
-def validate_size(flag: str, value: int, minimum: int, maximum: int) -> None:
+def _validate_size(flag: str, value: int, minimum: int, maximum: int) -> None:
     """Raise InputError if a flag's value is out of range."""
     if not minimum <= value <= maximum:
         raise InputError(f"{flag} {value} is not between {minimum} and {maximum}", f"{flag} 2")
@@ -95,7 +95,7 @@ def validate_programs(plain: bool) -> None:
         )
 
 
-def validate_folder(folder: Path) -> None:
+def _validate_folder(folder: Path) -> None:
     """Raise InputError if Slurm cannot use the path of the lab's folder."""
     text = str(folder)
     if len(text) > MAX_FOLDER_LENGTH or not re.fullmatch(r"[\w./+-]+", text):
@@ -106,7 +106,7 @@ def validate_folder(folder: Path) -> None:
         )
 
 
-def remove_stale_lab(folder: Path) -> None:
+def _remove_stale_lab(folder: Path) -> None:
     """Remove a lab whose processes have ended, as after a reboot.
 
     Raises:

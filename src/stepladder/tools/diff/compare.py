@@ -36,7 +36,7 @@ def compare(
         try:
             for run in runs:
                 validate_job_file(run.run_dir)
-            verdict = compare_reruns(records, verdict)
+            verdict = _compare_reruns(records, verdict)
         except InputError as error:
             notify(f"the runs were not trained again: {error}")
             verdict = explain_without_rerun(records, verdict)
@@ -46,7 +46,7 @@ def compare(
     return verdict
 
 
-def compare_reruns(records: RecordComparison, verdict: DiffVerdict) -> DiffVerdict:
+def _compare_reruns(records: RecordComparison, verdict: DiffVerdict) -> DiffVerdict:
     from stepladder.tools.diff.rerun_comparison import RerunComparison  # late: torch, and training
 
     with temporary_folder() as folder:

@@ -48,22 +48,22 @@ def write_comparison(run_dirs: Sequence[Path], output: Path) -> None:
     for run in (first, *later_runs):
         for problem in run.problems[:1]:
             print_message(f"{run.run_dir}: {problem}")
-    names = name_runs(run_dirs)
+    names = _name_runs(run_dirs)
     page = render_page(
         "comparison.html",
         title=f"{', '.join(names)} compared",
         verdicts=[
-            describe_verdict(names[0], name, comparison)
+            _describe_verdict(names[0], name, comparison)
             for name, comparison in zip(names[1:], comparisons, strict=True)
         ],
-        runs=make_runs_table(names, records),
-        differences=make_differences_table(names, comparisons),
-        curves=draw_curves(names, records),
+        runs=_make_runs_table(names, records),
+        differences=_make_differences_table(names, comparisons),
+        curves=_draw_curves(names, records),
     )
     write_output(output, page, "-o")
 
 
-def name_runs(run_dirs: Sequence[Path]) -> list[str]:
+def _name_runs(run_dirs: Sequence[Path]) -> list[str]:
     """Return the last parts of the paths, with a number where these are not all different."""
     names = [path.absolute().name for path in run_dirs]
     if len(set(names)) == len(names):
@@ -71,7 +71,7 @@ def name_runs(run_dirs: Sequence[Path]) -> list[str]:
     return [f"{name} ({number})" for number, name in enumerate(names, start=1)]
 
 
-def describe_verdict(first: str, second: str, comparison: RecordComparison) -> tuple[str, bool]:
+def _describe_verdict(first: str, second: str, comparison: RecordComparison) -> tuple[str, bool]:
     """Return a sentence about two runs, and whether they are equal in all that both recorded."""
     verdict: DiffVerdict = explain_by_records(comparison)
     hint = ""
@@ -81,7 +81,7 @@ def describe_verdict(first: str, second: str, comparison: RecordComparison) -> t
     return f"{first} and {second}: {verdict.sentence}{hint}", verdict.step is None
 
 
-def make_runs_table(names: Sequence[str], records: Sequence[RunRecord]) -> dict[str, object]:
+def _make_runs_table(names: Sequence[str], records: Sequence[RunRecord]) -> dict[str, object]:
     metrics = dict.fromkeys(
         metric for record in records for metric in record.metrics.last_evaluation
     )
@@ -103,7 +103,7 @@ def make_runs_table(names: Sequence[str], records: Sequence[RunRecord]) -> dict[
     return {"head": [*head, "begun", "folder"], "rows": rows}
 
 
-def make_differences_table(
+def _make_differences_table(
     names: Sequence[str], comparisons: Sequence[RecordComparison]
 ) -> dict[str, object]:
     """Return what differs between the first run and any other: a row per value, a column per run.
@@ -120,18 +120,18 @@ def make_differences_table(
             column[value.name] = value.second
         columns.append(column)
     rows = [
-        [name, format_value(name, first)]
-        + [format_value(name, column[name]) if name in column else "=" for column in columns]
+        [name, _format_value(name, first)]
+        + [_format_value(name, column[name]) if name in column else "=" for column in columns]
         for name, first in first_values.items()
     ]
     return {"head": ["", *names], "rows": rows}
 
 
-def format_value(name: str, value: Any) -> str:
+def _format_value(name: str, value: Any) -> str:
     return "-" if value is None else shorten(to_one_line(str(mask(value, name))))
 
 
-def draw_curves(names: Sequence[str], records: Sequence[RunRecord]) -> list[Figure]:
+def _draw_curves(names: Sequence[str], records: Sequence[RunRecord]) -> list[Figure]:
     """Return a figure for the training loss and for each metric that two runs have."""
     losses: dict[str, Points] = {}
     rates: dict[str, Points] = {}

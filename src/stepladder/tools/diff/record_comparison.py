@@ -58,7 +58,7 @@ class DifferingValue:
 
 
 @dataclass(frozen=True)
-class Divergence:
+class _Divergence:
     """The first step whose records differ, and the records of it that differ."""
 
     step: int
@@ -77,16 +77,16 @@ class RecordComparison:
         self.runs = (first, second)
         self.is_exact = first.is_exact and second.is_exact
         self.tolerance = max(first.tolerance, second.tolerance)
-        settings = find_differing_values(first.settings, second.settings)
+        settings = _find_differing_values(first.settings, second.settings)
         self.settings = [value for value in settings if value.is_setting]
-        environment = find_differing_values(first.environment, second.environment)
+        environment = _find_differing_values(first.environment, second.environment)
         self.environment = [value for value in environment if value.is_in_both]
         self.has_other_code = any(value.name == JOB_HASH for value in self.environment)
         recipes = [value for value in settings if value.name == NOT_A_SETTING]
         has_other_settings = any(value.name not in WHO_COMPUTES for value in self.settings)
         if has_other_settings and self.has_other_code:
             self.settings[:0] = recipes
-        configs = find_differing_values(first.config.config, second.config.config)
+        configs = _find_differing_values(first.config.config, second.config.config)
         self.remaining = recipes + configs
         # How many steps both runs have recorded, up to the first one that differs, and the last.
         self.common_steps = 0
@@ -102,7 +102,7 @@ class RecordComparison:
         if self.divergence:
             step = self.divergence.step
         first, second = self.runs
-        counts = find_differing_values(
+        counts = _find_differing_values(
             {"processes": first.world_size_at(step)}, {"processes": second.world_size_at(step)}
         )
         counts = [count for count in counts if count.is_in_both]
@@ -124,7 +124,7 @@ class RecordComparison:
             values += self.divergence.values
         return values
 
-    def _find_divergence(self) -> Divergence | None:
+    def _find_divergence(self) -> _Divergence | None:
         """Find the earliest divergence.
 
         Within a step, samples come before the loss, and the weights after a step come after both.
@@ -137,7 +137,7 @@ class RecordComparison:
         divergence = self._compare_snapshots(last_equal_step) or divergence
         return divergence or self._compare_results()
 
-    def _compare_curves(self) -> Divergence | None:
+    def _compare_curves(self) -> _Divergence | None:
         first_run, second_run = self.runs
         for first, second in pair_by_step(first_run.step_lines(), second_run.step_lines()):
             step = first["step"]
@@ -152,14 +152,14 @@ class RecordComparison:
                 for name in ("loss", "lr")
                 if first[name] != second[name]
             ]
-            return Divergence(step, kind, kind, values)
+            return _Divergence(step, kind, kind, values)
         if not self.common_steps:
             raise InputError(
                 "the two runs have no step in common", "stepladder watch RUN_DIR shows its steps"
             )
         return None
 
-    def _compare_samples(self, last_step: int) -> Divergence | None:
+    def _compare_samples(self, last_step: int) -> _Divergence | None:
         """Find a step whose samples differ although both runs have the same plan.
 
         If the plans differ, a setting differs as well, and explains the sample order.
@@ -178,12 +178,12 @@ class RecordComparison:
         step = min(differing)
         value = DifferingValue(
             f"sample order of step {step}",
-            describe_samples(first, step),
-            describe_samples(second, step),
+            _describe_samples(first, step),
+            _describe_samples(second, step),
         )
-        return Divergence(step, "sample order", "samples", [value])
+        return _Divergence(step, "sample order", "samples", [value])
 
-    def _compare_snapshots(self, last_step: int) -> Divergence | None:
+    def _compare_snapshots(self, last_step: int) -> _Divergence | None:
         first_run, second_run = self.runs
         first = find_snapshots(first_run.run_dir)
         second = find_snapshots(second_run.run_dir)
@@ -195,10 +195,10 @@ class RecordComparison:
             values = tensors.values
             self.of_zero_gradient |= dict.fromkeys(tensors.of_zero_gradient)
             if values:
-                return Divergence(step, "weights", values[0].name, values)
+                return _Divergence(step, "weights", values[0].name, values)
         return None
 
-    def _compare_results(self) -> Divergence | None:
+    def _compare_results(self) -> _Divergence | None:
         """Compare the hashes of the final weights if both runs have the same number of steps."""
         first, second = (read_result(run.run_dir / RESULT_FILE) for run in self.runs)
         if not self.is_exact or first is None or second is None:
@@ -208,15 +208,15 @@ class RecordComparison:
         value = DifferingValue(
             "weights_sha256", first.weights_sha256[:16], second.weights_sha256[:16]
         )
-        return Divergence(first.steps, "weights", "weights", [value])
+        return _Divergence(first.steps, "weights", "weights", [value])
 
 
-def describe_samples(run: RecordedRun, step: int) -> str:
+def _describe_samples(run: RecordedRun, step: int) -> str:
     return "other samples than planned" if run.sample_differences[step] else "as planned"
 
 
 @dataclass(frozen=True)
-class TensorComparison:
+class _TensorComparison:
     """What differs in two snapshots: rows of the table, and tensors that count as equal."""
 
     values: list[DifferingValue]
@@ -225,7 +225,7 @@ class TensorComparison:
 
 def compare_tensors(
     step: int, paths: tuple[Path, Path], tolerance: float, problems: list[str]
-) -> TensorComparison:
+) -> _TensorComparison:
     """Return what differs in two snapshots: a few tensors, and all settings of the optimizer.
 
     A damaged snapshot is added to the problems.
@@ -239,28 +239,28 @@ def compare_tensors(
         comparison = compare_snapshots(*paths, tolerance)
     except DamagedSnapshot as error:
         problems.append(f"a snapshot of step {step} is damaged ({error})")
-        return TensorComparison([], [])
+        return _TensorComparison([], [])
     for tensor in comparison.differing:
         value = DifferingValue(
             f"{tensor.kind} {tensor.name} after step {step}",
-            describe_value(tensor.first),
-            describe_value(tensor.second),
+            _describe_value(tensor.first),
+            _describe_value(tensor.second),
         )
         if " of group " in value.name:
             optimizer_settings.append(value)
         else:
             tensors.append(value)
     values = tensors[:MAX_TENSORS_SHOWN] + optimizer_settings
-    return TensorComparison(values, comparison.of_zero_gradient)
+    return _TensorComparison(values, comparison.of_zero_gradient)
 
 
-def find_differing_values(first: dict[str, Any], second: dict[str, Any]) -> list[DifferingValue]:
+def _find_differing_values(first: dict[str, Any], second: dict[str, Any]) -> list[DifferingValue]:
     """Return the values that differ in two dictionaries, in their order; None for a missing one."""
     values = (DifferingValue(name, first.get(name), second.get(name)) for name in first | second)
     return [value for value in values if value.first != value.second]
 
 
-def describe_value(value: Any) -> str:
+def _describe_value(value: Any) -> str:
     """Return a number or text as it is, and a tensor as its norm and a hash of its bits."""
     from stepladder.train.fingerprints import fingerprint  # late: torch
 

@@ -43,7 +43,7 @@ class Rerun:
     events: list[Event]
 
 
-def train_and_record(request: TrainRequest, start: int, first: int) -> int:
+def _train_and_record(request: TrainRequest, start: int, first: int) -> int:
     """Train on this rank, write the events of all steps from `first` on, and return 0."""
     with open_training(request) as training:
         recorder = EventRecorder(training.job, start, first)
@@ -74,20 +74,20 @@ def rerun_steps(run: RecordedRun, start: int, steps: StepRange, folder: Path) ->
     Raises:
         InputError: The run cannot be trained again.
     """
-    request = make_request(run, steps.last, folder)
+    request = _make_request(run, steps.last, folder)
     if start:
         snapshot = find_snapshots(run.run_dir)[start]
         copytree(snapshot, folder / SNAPSHOTS_FOLDER / snapshot.name)
-    work = partial(train_and_record, request, start, steps.first)
+    work = partial(_train_and_record, request, start, steps.first)
     run_on_ranks(work, 1, request)
     events = [Event(*event) for event in json.loads((folder / EVENTS_FILE).read_bytes())]
     return Rerun(folder, start, events)
 
 
-def make_request(run: RecordedRun, last_step: int, folder: Path) -> TrainRequest:
+def _make_request(run: RecordedRun, last_step: int, folder: Path) -> TrainRequest:
     """Return the request that trains a run's first steps again on one process."""
     job_path, config, settings = load_stored_job(run.run_dir)
-    validate_rerun(run, job_path, settings, last_step)
+    _validate_rerun(run, job_path, settings, last_step)
     if "epochs" not in run.definition:  # otherwise a schedule depends on the number of epochs
         epochs = -(-last_step // run.plan.steps_per_epoch)
         if "epochs" in config:
@@ -108,7 +108,7 @@ def make_request(run: RecordedRun, last_step: int, folder: Path) -> TrainRequest
         return TrainRequest(job_path, config, Settings(**settings))
 
 
-def validate_rerun(
+def _validate_rerun(
     run: RecordedRun, job_path: Path, settings: dict[str, Any], last_step: int
 ) -> None:
     if run.world_size_at(last_step) is None:

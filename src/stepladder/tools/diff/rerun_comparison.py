@@ -110,7 +110,7 @@ class RerunComparison:
                 for run, start in zip(self.records.runs, starts, strict=True)
             ]
             difference = find_first_difference(reruns[0].events, reruns[1].events)
-            if steps.first == 1 or difference is None or not has_other_weights(difference):
+            if steps.first == 1 or difference is None or not _has_other_weights(difference):
                 return steps, reruns
             last = steps.first - 1
 
@@ -134,7 +134,7 @@ class RerunComparison:
         return None
 
     def _blame_event(self, difference: EventPair, unrepeated: list[RecordedRun]) -> DiffVerdict:
-        event = get_event(difference)
+        event = _get_event(difference)
         reason = self._describe(difference)
         if unrepeated:
             run_dirs = " and ".join(str(run.run_dir) for run in unrepeated)
@@ -144,7 +144,7 @@ class RerunComparison:
 
     def _blame_nondeterminism(self, run: RecordedRun, difference: EventPair) -> DiffVerdict:
         run_dir = str(run.run_dir)
-        cause = Cause(NOT_REPEATABLE, get_event(difference).name, run_dir)
+        cause = Cause(NOT_REPEATABLE, _get_event(difference).name, run_dir)
         reason = (
             f"{run_dir} gives another result each time it is trained:"
             f" {self._describe(difference)}; a non-deterministic operation, or a random"
@@ -154,31 +154,31 @@ class RerunComparison:
 
     def _describe(self, difference: EventPair) -> str:
         """Describe an event, and say where the records differ if that is at another step."""
-        text = describe_difference(difference)
-        if get_event(difference).step != self.verdict.step:
+        text = _describe_difference(difference)
+        if _get_event(difference).step != self.verdict.step:
             text += f"; the records differ from step {self.verdict.step} on"
         return text
 
     def _add_event(self, difference: EventPair) -> DiffVerdict:
         """Return the verdict with the step of an event and a table row for it."""
-        values = [*self.verdict.values, make_value(difference)]
-        return replace(self.verdict, step=get_event(difference).step, values=values)
+        values = [*self.verdict.values, _make_value(difference)]
+        return replace(self.verdict, step=_get_event(difference).step, values=values)
 
 
-def has_other_weights(difference: EventPair) -> bool:
+def _has_other_weights(difference: EventPair) -> bool:
     return any(event is not None and event.kind == step_events.WEIGHTS for event in difference)
 
 
-def get_event(difference: EventPair) -> Event:
+def _get_event(difference: EventPair) -> Event:
     """Return the first run's event, or the second run's if the first has none."""
     event = difference[0] or difference[1]
     assert event is not None
     return event
 
 
-def describe_difference(difference: EventPair) -> str:
-    event = get_event(difference)
-    text = TEXTS[event.kind].format(name=event.name, where=describe_microbatch(event))
+def _describe_difference(difference: EventPair) -> str:
+    event = _get_event(difference)
+    text = TEXTS[event.kind].format(name=event.name, where=_describe_microbatch(event))
     first, second = (event or NO_EVENT for event in difference)
     if first.description != second.description:
         text += f": {first.description} in the first run, {second.description} in the second"
@@ -187,15 +187,15 @@ def describe_difference(difference: EventPair) -> str:
     return text
 
 
-def make_value(difference: EventPair) -> DifferingValue:
+def _make_value(difference: EventPair) -> DifferingValue:
     """Return the table row of an event, with the digests if the descriptions are equal."""
-    event = get_event(difference)
-    name = f"{event.name}{describe_microbatch(event)}, step {event.step}"
+    event = _get_event(difference)
+    name = f"{event.name}{_describe_microbatch(event)}, step {event.step}"
     first, second = (event or NO_EVENT for event in difference)
     if first.description != second.description:
         return DifferingValue(name, first.description, second.description)
     return DifferingValue(name, first.digest, second.digest)
 
 
-def describe_microbatch(event: Event) -> str:
+def _describe_microbatch(event: Event) -> str:
     return f" in microbatch {event.microbatch}" if event.microbatch else ""

@@ -66,7 +66,7 @@ class EventRecorder(JobListener):
 
     def record(self, kind: str, name: str, value: Any, description: str = "") -> None:
         if self.step >= self.first:
-            digest = compute_digest(value)
+            digest = _compute_digest(value)
             event = Event(self.step, self.microbatch, kind, name, digest, description)
             self.events.append(event)
 
@@ -88,11 +88,11 @@ class EventRecorder(JobListener):
     def _record_input(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         name = name or "the model"
         self.record(OPERATION, f"the input of {name}", [*args, *kwargs.values()])
-        if is_leaf(module):
+        if _is_leaf(module):
             self._record_generator(name)
 
     def _record_output(self, name: str, module: nn.Module, _args: Any, output: Any) -> None:
-        description = repr(module) if is_leaf(module) else type(module).__name__
+        description = repr(module) if _is_leaf(module) else type(module).__name__
         self.record(OPERATION, name or "the model", output, description)
 
     def _record_gradient(self, name: str, param: Tensor) -> None:
@@ -131,19 +131,19 @@ class EventRecorder(JobListener):
                 self.record(kind, f"{name} of {param_name}", value)
 
 
-def is_leaf(module: nn.Module) -> bool:
+def _is_leaf(module: nn.Module) -> bool:
     return next(module.children(), None) is None
 
 
-def compute_digest(value: Any) -> str:
+def _compute_digest(value: Any) -> str:
     """Return a digest of all tensors, numbers and texts in a nested value.
 
     Other objects have no comparable bits: they count only as present.
     """
-    return fingerprint([fingerprint(to_hashable(leaf)) for leaf in list_leaves(value)]).hex()
+    return fingerprint([fingerprint(_to_hashable(leaf)) for leaf in list_leaves(value)]).hex()
 
 
-def to_hashable(leaf: Any) -> Any:
+def _to_hashable(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         return leaf.to_dense()
     return leaf if isinstance(leaf, (float, int, str, bytes)) else None

@@ -115,22 +115,22 @@ def explain_by_records(records: RecordComparison) -> DiffVerdict:
     )
     divergence = records.divergence
     if divergence is None:
-        return replace(verdict, sentence=describe_equality(records))
+        return replace(verdict, sentence=_describe_equality(records))
     verdict = replace(verdict, step=divergence.step)
     if records.settings:
-        names = join_names(records.settings)
+        names = _join_names(records.settings)
         has_equal_settings = all(value.name in WHO_COMPUTES for value in records.settings)
         if has_equal_settings and records.has_other_code:
             return verdict.with_cause(OTHER_CODE, f"{OTHER_JOB_FILES}; also different: {names}")
-        cause = Cause(kind_of_settings(records), names)
-        return verdict.with_cause(cause, describe_values(records.settings))
+        cause = Cause(_kind_of_settings(records), names)
+        return verdict.with_cause(cause, _describe_values(records.settings))
     if divergence.kind in ("sample order", "learning rate"):
         cause = Cause(divergence.kind, divergence.name)
-        return verdict.with_cause(cause, describe_value(divergence.values[-1]))
+        return verdict.with_cause(cause, _describe_value(divergence.values[-1]))
     return verdict
 
 
-def kind_of_settings(records: RecordComparison) -> str:
+def _kind_of_settings(records: RecordComparison) -> str:
     """Return the kind of cause that the first setting that differs stands for."""
     name = records.settings[0].name
     if name == "processes":
@@ -149,17 +149,17 @@ def explain_without_rerun(records: RecordComparison, verdict: DiffVerdict) -> Di
         return verdict.with_cause(OTHER_CODE, OTHER_JOB_FILES)
     values = [value for value in records.environment if value.name in KIND_OF_ENVIRONMENT]
     if values:
-        cause = Cause(KIND_OF_ENVIRONMENT[values[0].name], join_names(values))
-        return verdict.with_cause(cause, describe_values(values))
+        cause = Cause(KIND_OF_ENVIRONMENT[values[0].name], _join_names(values))
+        return verdict.with_cause(cause, _describe_values(values))
     divergence = records.divergence
     assert divergence is not None
     cause = Cause(divergence.kind, divergence.name)
     return verdict.with_cause(
-        cause, f"{describe_value(divergence.values[0])}, and no record says why"
+        cause, f"{_describe_value(divergence.values[0])}, and no record says why"
     )
 
 
-def describe_equality(records: RecordComparison) -> str:
+def _describe_equality(records: RecordComparison) -> str:
     count = records.common_steps
     steps = f"{count} common step" if count == 1 else f"{count} common steps"
     precision = f"losses within {LOSS_TOLERANCE:g}"
@@ -167,7 +167,7 @@ def describe_equality(records: RecordComparison) -> str:
         precision = "every bit of what both recorded"
     sentence = f"the runs are equal: {precision} in {steps}"
     if records.settings:
-        sentence += f"; their settings differ in {join_names(records.settings)}"
+        sentence += f"; their settings differ in {_join_names(records.settings)}"
     if records.of_zero_gradient:
         names = list(records.of_zero_gradient)
         num_more = len(names) - MAX_TENSORS_SHOWN
@@ -179,21 +179,21 @@ def describe_equality(records: RecordComparison) -> str:
     return sentence
 
 
-def describe_values(values: list[DifferingValue]) -> str:
+def _describe_values(values: list[DifferingValue]) -> str:
     """Describe the first value that differs, and name the remaining ones."""
-    text = describe_value(values[0])
+    text = _describe_value(values[0])
     if len(values) > 1:
-        text += f"; also different: {join_names(values[1:])}"
+        text += f"; also different: {_join_names(values[1:])}"
     return text
 
 
-def describe_value(value: DifferingValue) -> str:
+def _describe_value(value: DifferingValue) -> str:
     first = to_one_line(str(value.first))
     second = to_one_line(str(value.second))
     return f"{value.name} is {first} in the first run and {second} in the second"
 
 
-def join_names(values: list[DifferingValue]) -> str:
+def _join_names(values: list[DifferingValue]) -> str:
     return ", ".join(value.name for value in values)
 
 

@@ -97,9 +97,9 @@ class Link:
             yield problem("clocks-of-ranks", self)
 
 
-def unreachable_ranks_finding(world: World, message: str) -> Finding:
+def _unreachable_ranks_finding(world: World, message: str) -> Finding:
     """Return the finding of ranks that did not connect, or lost each other."""
-    first_host = rendezvous_host(world)
+    first_host = _rendezvous_host(world)
     return problem(
         "no-way-between-ranks",
         world,
@@ -110,7 +110,7 @@ def unreachable_ranks_finding(world: World, message: str) -> Finding:
     )
 
 
-def rendezvous_host(world: World) -> str:
+def _rendezvous_host(world: World) -> str:
     """Return the machine of the first rank, by the name that the other ranks use."""
     if world.init_method == "env://":
         return os.environ["MASTER_ADDR"]
@@ -137,16 +137,16 @@ def measure_link(nproc: int) -> tuple[Link | None, list[Finding]]:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     try:
         if world.world_size > 1:
-            link = measure_as_rank()
+            link = _measure_as_rank()
         else:
             with redirect_stdout(sys.stderr):  # what ranks print is no part of the answer
-                link = launch(measure_as_rank, nproc=nproc, timeout=MEASUREMENT_TIMEOUT_S)[0]
+                link = launch(_measure_as_rank, nproc=nproc, timeout=MEASUREMENT_TIMEOUT_S)[0]
     except RuntimeError as lost:  # so are torch's own errors, PeerLost and RankFailed
-        return None, [unreachable_ranks_finding(world, str(lost))]
+        return None, [_unreachable_ranks_finding(world, str(lost))]
     return link, list(link.findings()) if link else []
 
 
-def measure_as_rank() -> Link | None:
+def _measure_as_rank() -> Link | None:
     """Measure on each rank, and return the result on the first."""
     from stepladder.train.process_group import process_group
 
@@ -157,23 +157,23 @@ def measure_as_rank() -> Link | None:
         ranks_by_host = Counter(hosts)
         nodes = max(world.num_nodes, len(ranks_by_host))
         most_ranks = max(ranks_by_host.values())
-        speeds = measure_speeds(comm, comm, world.world_size)
+        speeds = _measure_speeds(comm, comm, world.world_size)
         within: tuple[Speed, ...] = ()
         if nodes > 1 and most_ranks > 1:
-            within = measure_speeds(comm, comm.make_subgroup(hosts), most_ranks)
-        backend = backend_of(comm)
+            within = _measure_speeds(comm, comm.make_subgroup(hosts), most_ranks)
+        backend = _backend_of(comm)
         has_network = nodes > 1 or backend == "gloo"
-        stream = measure_stream(comm, hosts) if has_network else None
+        stream = _measure_stream(comm, hosts) if has_network else None
         comm.gather_bytes(b".")  # so that all ranks read their clocks at the same time
-        clocks = gather_values(comm, time.time())
-        limits = [limit for limit in gather_values(comm, slowest_interface_speed()) if limit]
+        clocks = _gather_values(comm, time.time())
+        limits = [limit for limit in _gather_values(comm, _slowest_interface_speed()) if limit]
     limit = min(limits) if nodes > 1 and limits else None
     skew = round(max(clocks) - min(clocks), 3)
     link = Link(world.world_size, nodes, backend, speeds, limit, skew, within, stream)
     return link if world.is_first else None
 
 
-def backend_of(comm: Any) -> str:
+def _backend_of(comm: Any) -> str:
     """Return the backend that `process_group` has chosen."""
     import torch
 
@@ -184,14 +184,14 @@ def backend_of(comm: Any) -> str:
     return "shared memory"
 
 
-def gather_values(comm: Any, value: float) -> list[float]:
+def _gather_values(comm: Any, value: float) -> list[float]:
     """Return the values of all ranks, in rank order."""
     row = np.zeros(comm.world.world_size)
     row[comm.world.rank] = value
     return list(comm.sum(row).tolist())
 
 
-def measure_speeds(comm: Any, among: Any, ranks: int) -> tuple[Speed, ...]:
+def _measure_speeds(comm: Any, among: Any, ranks: int) -> tuple[Speed, ...]:
     """Measure sizes up to the first one that takes long: each is four times the one before.
 
     Args:
@@ -201,14 +201,14 @@ def measure_speeds(comm: Any, among: Any, ranks: int) -> tuple[Speed, ...]:
     """
     speeds: list[Speed] = []
     for size in MEASURED_BYTES:
-        speed = measure_speed(comm, among, ranks, size)
+        speed = _measure_speed(comm, among, ranks, size)
         speeds.append(speed)
         if speed.microseconds > 1e6 * LAST_SIZE_S:
             break
     return tuple(speeds)
 
 
-def measure_speed(comm: Any, among: Any, ranks: int, size: int) -> Speed:
+def _measure_speed(comm: Any, among: Any, ranks: int, size: int) -> Speed:
     """Measure one size in as many rounds as fit the time, the same number on all ranks."""
     import torch
 
@@ -223,15 +223,15 @@ def measure_speed(comm: Any, among: Any, ranks: int, size: int) -> Speed:
         return time.perf_counter() - began
 
     warm_up_seconds = max(all_reduce_seconds() for _ in range(WARM_UP_ROUNDS))
-    affordable = SIZE_BUDGET_S / max(gather_values(comm, warm_up_seconds))
+    affordable = SIZE_BUDGET_S / max(_gather_values(comm, warm_up_seconds))
     rounds = int(min(MAX_MEASURE_ROUNDS, max(MIN_MEASURE_ROUNDS, affordable)))
     median = float(np.median([all_reduce_seconds() for _ in range(rounds)]))
-    seconds = max(gather_values(comm, median))
+    seconds = max(_gather_values(comm, median))
     bus = bus_bandwidth(ranks, tensor_bytes, seconds)
     return Speed(tensor_bytes, round(seconds * 1e6, 1), round(bus, 4))
 
 
-def measure_stream(comm: Any, hosts: list[bytes]) -> float | None:
+def _measure_stream(comm: Any, hosts: list[bytes]) -> float | None:
     """Measure one TCP connection to rank 0, from the first rank of another node or the last rank.
 
     Returns:
@@ -239,20 +239,20 @@ def measure_stream(comm: Any, hosts: list[bytes]) -> float | None:
     """
     on_other_nodes = [rank for rank, host in enumerate(hosts) if host != hosts[0]]
     sender = on_other_nodes[0] if on_other_nodes else comm.world.world_size - 1
-    host = rendezvous_host(comm.world)
+    host = _rendezvous_host(comm.world)
     server = None
     port = 0
     if comm.world.is_first:
         server = open_listener(host, is_one_machine=not on_other_nodes)
         port = server.getsockname()[1]
-    port = int(gather_values(comm, port)[0])
+    port = int(_gather_values(comm, port)[0])
     speed = 0.0
     with suppress(OSError), server or nullcontext():
         if server:
-            speed = receive_stream(server)
+            speed = _receive_stream(server)
         elif comm.world.rank == sender:
-            send_stream(host, port)
-    return round(gather_values(comm, speed)[0], 4) or None
+            _send_stream(host, port)
+    return round(_gather_values(comm, speed)[0], 4) or None
 
 
 def open_listener(host: str, is_one_machine: bool) -> socket.socket:
@@ -274,7 +274,7 @@ def open_listener(host: str, is_one_machine: bool) -> socket.socket:
     return socket.create_server(("", 0), family=socket.AF_INET)
 
 
-def send_stream(host: str, port: int) -> None:
+def _send_stream(host: str, port: int) -> None:
     with socket.create_connection((host, port), STREAM_CONNECT_TIMEOUT_S) as connection:
         chunk = bytes(STREAM_CHUNK_BYTES)
         deadline = time.monotonic() + STREAM_S
@@ -282,7 +282,7 @@ def send_stream(host: str, port: int) -> None:
             connection.sendall(chunk)
 
 
-def receive_stream(server: socket.socket) -> float:
+def _receive_stream(server: socket.socket) -> float:
     """Return the GB/s that arrive until the sender closes the connection."""
     server.settimeout(STREAM_CONNECT_TIMEOUT_S)
     connection, _ = server.accept()
@@ -296,7 +296,7 @@ def receive_stream(server: socket.socket) -> float:
         return received / (time.perf_counter() - began) / GB
 
 
-def slowest_interface_speed() -> float:
+def _slowest_interface_speed() -> float:
     """Return the GB/s of the interfaces in GLOO_SOCKET_IFNAME, else of the slowest one that is up.
 
     The result is 0 where no driver knows its speed.

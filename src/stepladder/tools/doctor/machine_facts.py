@@ -181,7 +181,7 @@ def gather_facts(
         gpus=find_gpus(),
         cores=count_cores(),
         cores_quota=read_cpu_quota(),
-        shm_bytes=read_shared_memory_bytes(),
+        shm_bytes=_read_shared_memory_bytes(),
         nofile=soft_limit,
         nofile_hard=hard_limit,
         memlock=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
@@ -196,7 +196,7 @@ def gather_facts(
     )
 
 
-def read_shared_memory_bytes() -> int | None:
+def _read_shared_memory_bytes() -> int | None:
     """Return the size of /dev/shm; None where there is none."""
     if not SHARED_MEMORY_FOLDER.is_dir():
         return None
@@ -227,11 +227,11 @@ def read_cpu_quota(
         root = cgroups / "cpu" if controllers else cgroups
         group = root / path.lstrip("/")
         groups = [parent for parent in (group, *group.parents) if parent.is_relative_to(root)]
-        quotas += [read_cgroup_quota(parent) for parent in groups]
+        quotas += [_read_cgroup_quota(parent) for parent in groups]
     return min((quota for quota in quotas if quota is not None), default=None)
 
 
-def read_cgroup_quota(group: Path) -> float | None:
+def _read_cgroup_quota(group: Path) -> float | None:
     """Return the cores that one control group may use; None where it has no quota."""
     with suppress(OSError, ValueError):
         limit, period = (group / "cpu.max").read_text(encoding="utf-8").split()
@@ -261,7 +261,7 @@ def inspect_folder(folder: Path) -> Folder:
         probe.touch(exist_ok=False)
         written = probe.stat().st_mtime
         after = time.time()
-        skew = round(compute_clock_skew(before, written, after), 3)
+        skew = round(_compute_clock_skew(before, written, after), 3)
         probe.unlink()
     except OSError:
         is_writable = False
@@ -269,7 +269,7 @@ def inspect_folder(folder: Path) -> Folder:
     return Folder(str(folder), get_file_system(path), free_bytes, is_writable, skew)
 
 
-def compute_clock_skew(before: float, written: float, after: float) -> float:
+def _compute_clock_skew(before: float, written: float, after: float) -> float:
     """Return the seconds by which the clock of a file system is ahead.
 
     Args:

@@ -156,7 +156,7 @@ class Torch:
     slowest: tuple[tuple[str, float], ...] = ()
 
 
-def run_tool(
+def _run_tool(
     command: list[str], timeout_s: float, **variables: str
 ) -> subprocess.CompletedProcess[str]:
     """Run a command with further variables. Its stderr says why it could not start or end."""
@@ -173,20 +173,20 @@ def run_tool(
 
 def find_gpus() -> Gpus:
     """Find NVIDIA's GPUs as the system shows them, without torch."""
-    gpus, error = query_nvidia_smi()
+    gpus, error = _query_nvidia_smi()
     nvcc = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
-    version = parse_nvcc(run_tool([nvcc, "--version"], TOOL_TIMEOUT_S).stdout) if nvcc else ""
-    return Gpus(gpus, count_nvidia_devices(), error, version)
+    version = parse_nvcc(_run_tool([nvcc, "--version"], TOOL_TIMEOUT_S).stdout) if nvcc else ""
+    return Gpus(gpus, _count_nvidia_devices(), error, version)
 
 
-def query_nvidia_smi() -> tuple[tuple[Gpu, ...], str]:
+def _query_nvidia_smi() -> tuple[tuple[Gpu, ...], str]:
     """Return the GPUs that nvidia-smi lists, and its error."""
     if shutil.which("nvidia-smi") is None:
         return (), "missing"
     output = ""
     for query in (SMI_QUERY, SMI_QUERY_BEFORE_510):
         command = ["nvidia-smi", f"--query-gpu={','.join(query)}", "--format=csv,noheader,nounits"]
-        completed = run_tool(command, TOOL_TIMEOUT_S)
+        completed = _run_tool(command, TOOL_TIMEOUT_S)
         if completed.returncode == 0:
             return parse_smi(completed.stdout, query), ""
         output = (completed.stdout + completed.stderr).strip()
@@ -217,7 +217,7 @@ def parse_smi(text: str, query: tuple[str, ...] = SMI_QUERY) -> tuple[Gpu, ...]:
     return tuple(gpus)
 
 
-def count_nvidia_devices() -> int:
+def _count_nvidia_devices() -> int:
     """Count the display devices of NVIDIA on the PCI bus, which lists them without a driver too."""
     count = 0
     for device in Path("/sys/bus/pci/devices").glob("*"):
@@ -235,7 +235,7 @@ def parse_nvcc(text: str) -> str:
 
 
 def inspect_torch() -> Torch:
-    completed = run_with_import_times(TORCH_PROGRAM)
+    completed = _run_with_import_times(TORCH_PROGRAM)
     match = re.search(r"^stepladder:(.*)", completed.stdout, re.MULTILINE)
     if match is None:
         return Torch(error=find_last_error(completed.stderr))
@@ -253,7 +253,7 @@ def inspect_script_imports(path: Path | None) -> Imports:
         return Imports()
     lines = list_imports(parse_source(path))
     python_path = [str(path.absolute().parent), os.environ.get("PYTHONPATH", "")]
-    completed = run_with_import_times("\n".join(lines), PYTHONPATH=os.pathsep.join(python_path))
+    completed = _run_with_import_times("\n".join(lines), PYTHONPATH=os.pathsep.join(python_path))
     seconds = sum_import_times(completed.stderr)
     error = find_last_error(completed.stderr) if completed.returncode else ""
     return Imports(sum(seconds.values()), find_slowest_packages(seconds), error, path.name)
@@ -272,10 +272,10 @@ def list_imports(tree: ast.Module) -> list[str]:
     return lines
 
 
-def run_with_import_times(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
+def _run_with_import_times(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run code in a new Python that writes the times of imports to stderr."""
     command = [sys.executable, "-X", "importtime", "-c", code]
-    return run_tool(command, IMPORT_TIMEOUT_S, **variables)
+    return _run_tool(command, IMPORT_TIMEOUT_S, **variables)
 
 
 def find_last_error(text: str) -> str:

@@ -15,7 +15,7 @@ RULES: dict[str, Rule] = TORCH_RULES | MACHINE_RULES | NETWORK_RULES
 MACHINE_TEXTS.validate(RULES)
 
 
-def findings_of(name: str, facts: Facts) -> Findings:
+def _findings_of(name: str, facts: Facts) -> Findings:
     result = RULES[name](facts)
     if isinstance(result, Iterator):
         yield from result
@@ -25,4 +25,4 @@ def findings_of(name: str, facts: Facts) -> Findings:
 
 def apply_rules(facts: Facts) -> list[Finding]:
     """Return all findings, errors first."""
-    return sort_by_severity(finding for name in RULES for finding in findings_of(name, facts))
+    return sort_by_severity(finding for name in RULES for finding in _findings_of(name, facts))

@@ -44,7 +44,7 @@ SHARED_FILE_SYSTEMS = (
 IN_MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs")
 
 
-def threads_and_cores(facts: Facts) -> Findings:
+def _threads_and_cores(facts: Facts) -> Findings:
     text = facts.env.get("OMP_NUM_THREADS", "")
     ranks = facts.planned_ranks
     outermost = text.partition(",")[0].strip()  # of nested parallel regions, as in 4,1
@@ -59,13 +59,13 @@ def threads_and_cores(facts: Facts) -> Findings:
         yield problem("threads-and-cores", facts, threads=threads, processes=processes, share=share)
 
 
-def open_files(facts: Facts) -> Findings:
+def _open_files(facts: Facts) -> Findings:
     if 0 <= facts.nofile < MIN_OPEN_FILES:
         has_low_limit = 0 <= facts.nofile_hard < MIN_OPEN_FILES
         yield problem("open-files.hard-limit" if has_low_limit else "open-files", facts)
 
 
-def run_folder(facts: Facts) -> Findings:
+def _run_folder(facts: Facts) -> Findings:
     folder = facts.folder
     free = folder.free_bytes
     if not folder.writable:
@@ -80,7 +80,7 @@ def run_folder(facts: Facts) -> Findings:
         yield problem("run-folder.in-memory", facts)
 
 
-def clock_skew(facts: Facts) -> Findings:
+def _clock_skew(facts: Facts) -> Findings:
     skew = facts.folder.skew or 0.0
     if abs(skew) <= MAX_SKEW_S:
         return
@@ -93,7 +93,7 @@ def clock_skew(facts: Facts) -> Findings:
     )
 
 
-def too_few_cores(facts: Facts) -> str:
+def _too_few_cores(facts: Facts) -> str:
     """Return the number of cores if there are fewer cores than processes."""
     if facts.planned_ranks <= facts.cores:
         return ""
@@ -102,7 +102,7 @@ def too_few_cores(facts: Facts) -> str:
     return f"{facts.cores} cores"
 
 
-def smaller_quota(facts: Facts) -> int:
+def _smaller_quota(facts: Facts) -> int:
     """Return the cores of the control group's quota if they are fewer than the visible ones."""
     quota = facts.cores_quota
     if quota is not None and quota < 0.95 * facts.cores:
@@ -110,33 +110,33 @@ def smaller_quota(facts: Facts) -> int:
     return 0
 
 
-def small_shared_memory(facts: Facts) -> str:
+def _small_shared_memory(facts: Facts) -> str:
     size = facts.shm_bytes
     if size is None or size >= MIN_SHARED_MEMORY_BYTES:
         return ""
     return f"{size / MIB_BYTES:.0f} MiB"
 
 
-def small_locked_memory(facts: Facts) -> str:
+def _small_locked_memory(facts: Facts) -> str:
     """Return the limit of locked memory if InfiniBand needs more."""
     if not facts.infiniband or not 0 <= facts.memlock < MIN_LOCKED_BYTES:
         return ""
     return f"{facts.memlock // 1024} KiB"
 
 
-def is_folder_unshared(facts: Facts) -> bool:
+def _is_folder_unshared(facts: Facts) -> bool:
     kind = facts.folder.kind
     return facts.nodes > 1 and bool(kind) and kind not in SHARED_FILE_SYSTEMS
 
 
 MACHINE_RULES: dict[str, Rule] = {
-    "processes-and-cores": too_few_cores,
-    "threads-and-cores": threads_and_cores,
-    "core-quota": smaller_quota,
-    "shared-memory": small_shared_memory,
-    "open-files": open_files,
-    "locked-memory": small_locked_memory,
-    "run-folder": run_folder,
-    "shared-folder": is_folder_unshared,
-    "clock-skew": clock_skew,
+    "processes-and-cores": _too_few_cores,
+    "threads-and-cores": _threads_and_cores,
+    "core-quota": _smaller_quota,
+    "shared-memory": _small_shared_memory,
+    "open-files": _open_files,
+    "locked-memory": _small_locked_memory,
+    "run-folder": _run_folder,
+    "shared-folder": _is_folder_unshared,
+    "clock-skew": _clock_skew,
 }

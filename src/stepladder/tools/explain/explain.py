@@ -43,9 +43,9 @@ class KnownError:
 
         A part of the message that somebody remembers counts too.
         """
-        normalized = normalize(line)
+        normalized = _normalize(line)
         is_part = len(normalized) >= MIN_PART_CHARACTERS
-        texts = [normalize(text) for text in self.texts]
+        texts = [_normalize(text) for text in self.texts]
         return any(text in normalized or (is_part and normalized in text) for text in texts)
 
     def finding(self, evidence: str, line: int = 0) -> Finding:
@@ -54,7 +54,7 @@ class KnownError:
 
 
 @dataclass(frozen=True)
-class Score:
+class _Score:
     """The number of terms that a text shares with a known error, and with its message alone."""
 
     shared: int
@@ -87,7 +87,7 @@ def find_nearest(text: str) -> Iterator[Finding]:
 
     They share at least two terms, and half of all, and one of them with the message itself.
     """
-    terms = significant_terms(text)
+    terms = _significant_terms(text)
     scores = [score(terms, error) for error in known_errors()]
     least_shared = max(MIN_SHARED_TERMS, len(terms) / 2)
     scores = [s for s in scores if s.shared_with_message and s.shared >= least_shared]
@@ -97,16 +97,16 @@ def find_nearest(text: str) -> Iterator[Finding]:
         yield result.error.finding(result.message)
 
 
-def score(terms: set[str], error: KnownError) -> Score:
+def score(terms: set[str], error: KnownError) -> _Score:
     """Return how many of these terms an error has, with the one of its texts that has most."""
     shared_with_message, message = max(
-        (len(terms & significant_terms(f"{error.source} {text}")), text) for text in error.texts
+        (len(terms & _significant_terms(f"{error.source} {text}")), text) for text in error.texts
     )
-    all_terms = significant_terms(f"{error.source} {message} {error.cause}")
-    return Score(len(terms & all_terms), shared_with_message, message, error)
+    all_terms = _significant_terms(f"{error.source} {message} {error.cause}")
+    return _Score(len(terms & all_terms), shared_with_message, message, error)
 
 
-def significant_terms(text: str) -> set[str]:
+def _significant_terms(text: str) -> set[str]:
     """Return the terms of a message that identify it, without their endings."""
     expanded = text.lower()
     for short, long in EXPANDED_TERMS.items():
@@ -115,6 +115,6 @@ def significant_terms(text: str) -> set[str]:
     return {re.sub(r"(ing|ed|s|e)$", "", term) for term in terms - COMMON_WORDS}
 
 
-def normalize(text: str) -> str:
+def _normalize(text: str) -> str:
     """Return a text in lower case, with single spaces."""
     return " ".join(text.lower().split())

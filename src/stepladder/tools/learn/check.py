@@ -63,7 +63,7 @@ def find_next_item(course: Course, progress: CourseProgress) -> Lesson | Exercis
 
 def check_lesson(course: Course, lesson: Lesson, echo: Echo) -> Verdict:
     """Run a lesson's command; it passes with exit code 0 and a line that its claim holds."""
-    result = run_lesson(course, lesson, (), echo, get_timeout_s(lesson))
+    result = run_lesson(course, lesson, (), echo, _get_timeout_s(lesson))
     claim = result.find_last_line(CLAIM_PREFIX)
     if result.failure or not claim:
         error = result.find_last_line(ERROR_PREFIX).removeprefix(ERROR_PREFIX)
@@ -80,7 +80,7 @@ def check_exercise(course: Course, exercise: Exercise, file: Path, echo: Echo) -
             restore = f"git checkout {file}"
         problem = f"the part below `# -- the check` in {file} was changed"
         return Verdict(False, f"{problem}. HINT: mv {file} {file}.old && {restore}")
-    result = run_exercise(exercise, file, (), echo, get_timeout_s(exercise), HANG_TIMEOUT_S)
+    result = run_exercise(exercise, file, (), echo, _get_timeout_s(exercise), HANG_TIMEOUT_S)
     success = result.find_last_line(PASSED_PREFIX).removeprefix(PASSED_PREFIX)
     if success and not result.failure:
         return Verdict(True, success)
@@ -88,7 +88,7 @@ def check_exercise(course: Course, exercise: Exercise, file: Path, echo: Echo) -
     return Verdict(False, reason or result.failure or "it ended before its check")
 
 
-def get_timeout_s(item: Lesson | Exercise) -> float:
+def _get_timeout_s(item: Lesson | Exercise) -> float:
     """Return a timeout that a machine far slower than expected meets, and only a hang exceeds."""
     return 60 + 10 * item.seconds
 

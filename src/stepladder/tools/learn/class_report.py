@@ -107,7 +107,7 @@ def read_learner_page(path: Path) -> LearnerResults:
     hint = "the page of a stepladder learn check --all --report FILE"
     with as_input_error(f"{path} cannot be read", hint, (OSError, ValueError)):
         text = typed_file.read_file(path, MAX_REPORT_BYTES)
-    reader = ResultsReader()
+    reader = _ResultsReader()
     reader.feed(text.decode(errors="replace"))
     with as_input_error(f"{path} is no page of a learner", hint, (ValueError,)):
         results: LearnerResults = typed_file.convert(
@@ -116,7 +116,7 @@ def read_learner_page(path: Path) -> LearnerResults:
     return results
 
 
-class ResultsReader(HTMLParser):
+class _ResultsReader(HTMLParser):
     """Finds the results in a page."""
 
     def __init__(self) -> None:

@@ -76,7 +76,7 @@ class CommandResult:
         return ""
 
 
-class Watch:
+class _Watch:
     """Ends a command that hangs or takes too long, once its processes have printed their stacks."""
 
     def __init__(
@@ -124,7 +124,7 @@ class Watch:
             if self.is_ending:
                 self.ranks = find_ranks(list_process_tree(self._process.pid))
                 self.pids = [member.pid for member in abort_process_tree(self._process.pid)]
-                kill_process_tree(self._process)
+                _kill_process_tree(self._process)
                 return
 
 
@@ -150,8 +150,8 @@ def run_command(
         hang_timeout_s: How long all of its processes may sleep; None: for ever.
         **variables: Additions to its environment.
     """
-    process = start_process(find_program(command), cwd, make_environment(variables))
-    watch = Watch(process, timeout_s, hang_timeout_s)
+    process = _start_process(_find_program(command), cwd, _make_environment(variables))
+    watch = _Watch(process, timeout_s, hang_timeout_s)
     lines = []
     stacks = []
     try:
@@ -165,7 +165,7 @@ def run_command(
         exit_code = process.wait()
     finally:
         watch.close()
-        kill_process_tree(process)
+        _kill_process_tree(process)
     explanation = ""
     if watch.is_ending:
         explanation = watch.explain("".join(stacks))
@@ -175,7 +175,7 @@ def run_command(
     )
 
 
-def find_program(command: Sequence[str]) -> list[str]:
+def _find_program(command: Sequence[str]) -> list[str]:
     """Return the command with its Python program run by this interpreter."""
     program, *args = command
     if program in PYTHON_PROGRAMS:
@@ -185,7 +185,7 @@ def find_program(command: Sequence[str]) -> list[str]:
     return list(command)
 
 
-def make_environment(variables: dict[str, str]) -> dict[str, str]:
+def _make_environment(variables: dict[str, str]) -> dict[str, str]:
     interpreter_folder = str(Path(sys.executable).parent)
     path = os.pathsep.join([interpreter_folder, os.environ.get("PATH", "")])
     return {
@@ -197,7 +197,7 @@ def make_environment(variables: dict[str, str]) -> dict[str, str]:
     }
 
 
-def start_process(
+def _start_process(
     command: list[str], cwd: Path, environment: dict[str, str]
 ) -> subprocess.Popen[str]:
     return subprocess.Popen(
@@ -215,7 +215,7 @@ def start_process(
     )
 
 
-def kill_process_tree(process: subprocess.Popen[str]) -> None:
+def _kill_process_tree(process: subprocess.Popen[str]) -> None:
     """Kill a process and all that it started.
 
     The ranks of torchrun are descendants in sessions of their own; orphans are only in the process

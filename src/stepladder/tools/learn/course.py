@@ -123,18 +123,18 @@ def load_course() -> Course:
     Elsewhere, load the course that `learn start` has laid out, that of the checkout from which
     stepladder was installed, or that of the package.
     """
-    ladder = find_ladder()
+    ladder = _find_ladder()
     if not ladder.is_file():
         raise InputError(
             f"no folder lessons in {Path.cwd()} or above it, and this installation has none",
             "cd into a checkout of the stepladder repository, or pip install stepladder",
         )
-    lessons = read_tables(ladder, "lesson", Lesson)
-    exercises = read_tables(ladder.with_name("exercises.toml"), "exercise", Exercise)
+    lessons = _read_tables(ladder, "lesson", Lesson)
+    exercises = _read_tables(ladder.with_name("exercises.toml"), "exercise", Exercise)
     return Course(ladder.parents[1], lessons, exercises)
 
 
-def find_ladder() -> Path:
+def _find_ladder() -> Path:
     """Return the path of ladder.toml, which may not exist."""
     installed = Path(__file__).parents[4] / LADDER
     # The checkout of the running code is trusted whoever may write to it, because its code runs
@@ -148,7 +148,7 @@ def find_ladder() -> Path:
     return find_file_above(LADDER) or next(existing, installed)
 
 
-def read_tables(path: Path, name: str, kind: type[Kind]) -> tuple[Kind, ...]:
+def _read_tables(path: Path, name: str, kind: type[Kind]) -> tuple[Kind, ...]:
     """Return the tables of a name in a TOML file; keys that are no field of `kind` are ignored."""
     with as_input_error(f"{path} is damaged", f"git checkout {path}", (OSError, ValueError)):
         tables = typed_file.convert(typed_file.read_toml(path).get(name), list, name)
@@ -170,7 +170,7 @@ def read_source(file: Path) -> str:
         return source.read()
 
 
-def find_missing_copies(course: Course, folder: Path) -> dict[Exercise, Path]:
+def _find_missing_copies(course: Course, folder: Path) -> dict[Exercise, Path]:
     """Return where to copy the exercises that the folder lacks.
 
     Raises:
@@ -219,7 +219,7 @@ class CourseProgress:
 
         Returns how many were copied, and how many kept.
         """
-        missing = find_missing_copies(course, folder)
+        missing = _find_missing_copies(course, folder)
         self.save()  # first: if the progress cannot be saved, nothing is copied
         for exercise, target in missing.items():
             with as_input_error(f"{target} cannot be written", "name another folder"):
@@ -239,7 +239,7 @@ class CourseProgress:
         """
         if (folder / "lessons").exists() and not (folder / LADDER).exists():
             raise InputError(f"{folder / 'lessons'} is not of this course", "name another folder")
-        find_missing_copies(course, folder)  # first: where it raises, nothing is copied
+        _find_missing_copies(course, folder)  # first: where it raises, nothing is copied
         lessons = (course.root / "lessons").rglob("*")
         pages = (course.root / "docs").rglob("*")
         copied = 0

@@ -117,7 +117,7 @@ def explain_output(
     if len(parts) != len(members):  # a process that is not Python prints no stacks
         return ""
     stacks = dict(zip(members, map(parse_faulthandler, parts), strict=True))
-    users_stacks = {pid: threads for pid, threads in stacks.items() if is_in_users_code(threads)}
+    users_stacks = {pid: threads for pid, threads in stacks.items() if _is_in_users_code(threads)}
     root = members[0]
     if len(users_stacks) > 1:
         users_stacks.pop(root, None)  # it only waits for the processes that it has started
@@ -131,7 +131,7 @@ def explain_output(
     return explanation.format_report(lead, seconds)
 
 
-def is_in_users_code(threads: Sequence[Stack]) -> bool:
+def _is_in_users_code(threads: Sequence[Stack]) -> bool:
     """Return whether a process runs a file of the learner, and not only a helper of Python's."""
     return bool(threads) and any(
         frame.is_users and Path(frame.file).is_absolute() for frame in threads[0]

@@ -55,7 +55,7 @@ LINT_TEXTS = Catalogue("stepladder.tools.lint")
 
 
 @dataclass(frozen=True)
-class Command:
+class _Command:
     """A command of a script, with its continuation lines.
 
     Args:
@@ -73,26 +73,26 @@ class Command:
     in_background: bool
 
 
-class BatchScript:
+class _BatchScript:
     """A parsed batch script."""
 
     def __init__(self, path: Path, text: str) -> None:
         self.path = path
         self.text = text
-        self.code = blank_unexpanded(text)
+        self.code = _blank_unexpanded(text)
         # The line and the value of each option of the #SBATCH lines, by its long name.
         self.options: dict[str, tuple[int, str]] = {}
         for number, line in enumerate(text.splitlines(), 1):
             if re.match(r"#SBATCH\s+(?:het|pack)job", line):
                 break  # the options of another part of the job follow
             if line.startswith("#SBATCH"):
-                for name, value in parse_options(line.removeprefix("#SBATCH")):
+                for name, value in _parse_options(line.removeprefix("#SBATCH")):
                     self.options[name] = (number, value)
         self.commands = list(self._find_commands())
         # Where a relative path may lead to: where the script is submitted is not known.
         self.bases = [Path.cwd() / self.get_option("--chdir"), path.parent]
 
-    def _find_commands(self) -> Iterator[Command]:
+    def _find_commands(self) -> Iterator[_Command]:
         joined = self.code.replace("\\\n", "  ")
         ends = HIDES_END.sub(lambda match: "_" * len(match[0]), joined)
         for match in COMMAND.finditer(ends):
@@ -104,11 +104,11 @@ class BatchScript:
             srun = None if is_text else re.search(r"\bsrun\b", match[0])
             program = PROGRAM.search(self.text, start + srun.end() if srun else end, end)
             step_start = program.start() if program else end
-            yield Command(
+            yield _Command(
                 "" if is_text else joined[start:end],
                 self.find_line(start + len(match[0]) - len(match[0].lstrip())),
                 self.text[step_start:end] if srun else None,
-                dict(parse_options(joined[start + srun.end() : step_start])) if srun else {},
+                dict(_parse_options(joined[start + srun.end() : step_start])) if srun else {},
                 re.match("&(?!&)", ends[end:]) is not None,
             )
 
@@ -120,11 +120,11 @@ class BatchScript:
         """Return the finding of a rule on a line."""
         return LINT_TEXTS.finding(rule, Location(str(self.path), line), values=values)
 
-    def get_nodes(self, command: Command) -> str:
+    def get_nodes(self, command: _Command) -> str:
         """Return the number of nodes of a command of srun, or else of the job."""
         return command.options.get("--nodes") or self.get_option("--nodes") or "1"
 
-    def is_on_nodes(self, command: Command) -> bool:
+    def is_on_nodes(self, command: _Command) -> bool:
         """Return whether a command runs on several nodes, in the batch step if it starts them."""
         return self.get_nodes(command) not in ("1", "1-1")
 
@@ -133,7 +133,7 @@ class BatchScript:
         return self.options.get(name, (0, ""))[1]
 
 
-def parse_options(text: str) -> Iterator[tuple[str, str]]:
+def _parse_options(text: str) -> Iterator[tuple[str, str]]:
     """Yield the long name and the value of each option of a command or an #SBATCH line.
 
     `--name=value`, `--name value`, `-N value` and `-N4` are recognized.
@@ -158,7 +158,7 @@ def _split_arguments(text: str) -> list[str]:
     return text.split()
 
 
-def blank_unexpanded(text: str) -> str:
+def _blank_unexpanded(text: str) -> str:
     """Return the script with blanks for what a shell does not expand, in lines of the same length.
 
     These are texts in single quotes, comments, quoted here-documents and escaped characters.
@@ -187,7 +187,7 @@ def lint_script(path: Path) -> list[Finding]:
     """
     hint = "stepladder submit --lint FILE"
     with as_input_error(f"{path} cannot be read", hint, (OSError, ValueError)):
-        script = BatchScript(path, typed_file.read_file(path).decode())
+        script = _BatchScript(path, typed_file.read_file(path).decode())
     first_line = script.text.partition("\n")[0]
     if path.suffix == ".py" or re.match(r"#!.*\bpython", first_line):
         raise InputError(
@@ -201,7 +201,7 @@ def lint_script(path: Path) -> list[Finding]:
 # -- rules -----------------------------------------------------------------------------------------
 
 
-def check_comments(script: BatchScript) -> Iterator[Finding]:
+def _check_comments(script: _BatchScript) -> Iterator[Finding]:
     """Find #SBATCH lines that Slurm does not read."""
     for number, line in enumerate(script.text.splitlines(), 1):
         if re.match(r"#\s+SBATCH\b", line):
@@ -214,7 +214,7 @@ def check_comments(script: BatchScript) -> Iterator[Finding]:
             yield script.make_finding("too late", number, option=name, first=first_line)
 
 
-def check_early_expansion(script: BatchScript) -> Iterator[Finding]:
+def _check_early_expansion(script: _BatchScript) -> Iterator[Finding]:
     """Find variables of a task that the batch script expands before srun starts the tasks."""
     for match in re.finditer(r"\$\{?(SLURM_(?:PROCID|LOCALID|NODEID))\b", script.code):
         yield script.make_finding(
@@ -222,7 +222,7 @@ def check_early_expansion(script: BatchScript) -> Iterator[Finding]:
         )
 
 
-def check_fixed_port(script: BatchScript) -> Iterator[Finding]:
+def _check_fixed_port(script: _BatchScript) -> Iterator[Finding]:
     """Find ports that two jobs on one node would both use."""
     pattern = (
         r"MASTER_PORT=[\"']?(\d+)|--(?:master|main_process)[-_]port[ =](\d+)"
@@ -233,7 +233,7 @@ def check_fixed_port(script: BatchScript) -> Iterator[Finding]:
         yield script.make_finding("fixed port", script.find_line(match.start()), port=port)
 
 
-def check_node_counts(script: BatchScript) -> Iterator[Finding]:
+def _check_node_counts(script: _BatchScript) -> Iterator[Finding]:
     """Find a second number of nodes, which has to be changed whenever the first one is."""
     if "--nodes" not in script.options:
         return
@@ -253,7 +253,7 @@ def check_node_counts(script: BatchScript) -> Iterator[Finding]:
         )
 
 
-def check_signal_and_requeue(script: BatchScript) -> Iterator[Finding]:
+def _check_signal_and_requeue(script: _BatchScript) -> Iterator[Finding]:
     """Find missing options without which a job loses work at its time limit or a preemption."""
     if "--signal" not in script.options:
         yield script.make_finding("no signal", 1)
@@ -261,7 +261,7 @@ def check_signal_and_requeue(script: BatchScript) -> Iterator[Finding]:
         yield script.make_finding("no requeue", 1)
 
 
-def check_agents(script: BatchScript) -> Iterator[Finding]:
+def _check_agents(script: _BatchScript) -> Iterator[Finding]:
     """Find agents (torchrun and the like) that run too seldom or too often."""
     for command in script.commands:
         agent = re.search(AGENT_COMMAND, command.text)
@@ -269,7 +269,7 @@ def check_agents(script: BatchScript) -> Iterator[Finding]:
             yield from _check_agent(script, command, agent.group())
 
 
-def _check_agent(script: BatchScript, command: Command, agent: str) -> Iterator[Finding]:
+def _check_agent(script: _BatchScript, command: _Command, agent: str) -> Iterator[Finding]:
     find = partial(script.make_finding, line=command.line)
     is_ours = agent.startswith("stepladder")
     if command.step is None:
@@ -295,7 +295,7 @@ def _check_agent(script: BatchScript, command: Command, agent: str) -> Iterator[
         yield find("ranks and tasks")
 
 
-def check_signal(script: BatchScript) -> Iterator[Finding]:
+def _check_signal(script: _BatchScript) -> Iterator[Finding]:
     """Find a warning signal that ends a job, or that nothing sees in time."""
     line, value = script.options.get("--signal", (1, ""))
     target, _, name = value.partition("@")[0].replace("SIG", "").rpartition(":")
@@ -319,14 +319,14 @@ def check_signal(script: BatchScript) -> Iterator[Finding]:
         yield script.make_finding("late trap", last.line, signal=name)
 
 
-def check_master_address(script: BatchScript) -> Iterator[Finding]:
+def _check_master_address(script: _BatchScript) -> Iterator[Finding]:
     """Find tasks of several nodes that each take their own node for the first one."""
     for command in script.commands:
         if script.is_on_nodes(command) and OWN_ADDRESS.search(command.step or ""):
             yield script.make_finding("own master", command.line)
 
 
-def check_batch_file(script: BatchScript) -> Iterator[Finding]:
+def _check_batch_file(script: _BatchScript) -> Iterator[Finding]:
     """Find what sbatch refuses, and folders that Slurm does not make."""
     if not script.text.startswith("#!"):
         yield script.make_finding("no shell", 1)
@@ -341,7 +341,7 @@ def check_batch_file(script: BatchScript) -> Iterator[Finding]:
             yield script.make_finding("no folder", line, option=name, folder=folder)
 
 
-def check_hidden_gpus(script: BatchScript) -> Iterator[Finding]:
+def _check_hidden_gpus(script: _BatchScript) -> Iterator[Finding]:
     """Find options with which a task sees only its own GPU."""
     pattern = r"--gpus-per-task\b|--gpu-bind[ =](?:single|closest|map_gpu|mask_gpu|per_task)"
     matches = [
@@ -355,7 +355,7 @@ def check_hidden_gpus(script: BatchScript) -> Iterator[Finding]:
         yield script.make_finding("hidden GPUs", number, option=name)
 
 
-def check_processors(script: BatchScript) -> Iterator[Finding]:
+def _check_processors(script: _BatchScript) -> Iterator[Finding]:
     """Find srun without --cpus-per-task: srun does not use the value of the job's option."""
     if "--cpus-per-task" not in script.options or "SRUN_CPUS_PER_TASK" in script.code:
         return
@@ -365,7 +365,7 @@ def check_processors(script: BatchScript) -> Iterator[Finding]:
             yield script.make_finding("one processor", command.line)
 
 
-def check_missing_files(script: BatchScript) -> Iterator[Finding]:
+def _check_missing_files(script: _BatchScript) -> Iterator[Finding]:
     """Find Python and shell scripts that are run and do not exist."""
     folders = script.bases
     for command in script.commands:
@@ -387,16 +387,16 @@ def check_missing_files(script: BatchScript) -> Iterator[Finding]:
 
 
 LINT_RULES = (
-    check_comments,
-    check_early_expansion,
-    check_fixed_port,
-    check_node_counts,
-    check_signal_and_requeue,
-    check_agents,
-    check_signal,
-    check_master_address,
-    check_batch_file,
-    check_hidden_gpus,
-    check_processors,
-    check_missing_files,
+    _check_comments,
+    _check_early_expansion,
+    _check_fixed_port,
+    _check_node_counts,
+    _check_signal_and_requeue,
+    _check_agents,
+    _check_signal,
+    _check_master_address,
+    _check_batch_file,
+    _check_hidden_gpus,
+    _check_processors,
+    _check_missing_files,
 )

@@ -169,8 +169,8 @@ def draw_heat_map(
         )
         marks.append(cell)
     below = TOP + row_height * len(labels) + 16
-    marks += draw_axis_ends(below, "step", x_values[0], x_values[-1])
-    marks += draw_colour_scale(below + 10, hi, unit)
+    marks += _draw_axis_ends(below, "step", x_values[0], x_values[-1])
+    marks += _draw_colour_scale(below + 10, hi, unit)
     numbers = [["step", *labels]]
     for column, x in enumerate(x_values):
         texts = [f"{value:.3g}".replace("nan", "-") for value in values[:, column]]
@@ -178,7 +178,7 @@ def draw_heat_map(
     return Figure(name, marks, int(below) + 34, values=numbers)
 
 
-def draw_colour_scale(y: float, hi: float, unit: str) -> list[Mark]:
+def _draw_colour_scale(y: float, hi: float, unit: str) -> list[Mark]:
     """Return the colours of a heat map from 0 to its greatest value, with the numbers."""
     marks = [make_text(LEFT, y + 11, "0")]
     cell_width = 16.0
@@ -225,7 +225,7 @@ def draw_spans(name: str, rows: Sequence[tuple[str, float, float, str]], x_name:
         else:
             marks.append(make_text(x + width - 4, y + 13, text, "end"))
     below = TOP + len(rows) * SPAN_ROW_HEIGHT + 14
-    marks += draw_axis_ends(below, x_name, first, last)
+    marks += _draw_axis_ends(below, x_name, first, last)
     return Figure(name, marks, below + 8)
 
 
@@ -241,7 +241,7 @@ def choose_ticks(lo: float, hi: float) -> list[float]:
     return [float(round(index * step, 12)) for index in range(first, last + 1)]
 
 
-def draw_axis_ends(y: float, x_name: str, first: float, last: float) -> list[Mark]:
+def _draw_axis_ends(y: float, x_name: str, first: float, last: float) -> list[Mark]:
     """Return the labels of both ends of an axis without ticks."""
     return [
         make_text(LEFT, y, f"{x_name} {first:g}"),

@@ -70,7 +70,7 @@ def draw_lines(
     """
     series = {label: thin_points(points) for label, points in series.items() if points}
     if all(len(points) == 1 for points in series.values()):
-        return Figure(name, [], 0, note=describe_points(series, x_name))
+        return Figure(name, [], 0, note=_describe_points(series, x_name))
     all_points = np.array([point for points in series.values() for point in points], dtype=float)
     first, lowest = all_points.min(0)
     last, highest = all_points.max(0)
@@ -78,15 +78,15 @@ def draw_lines(
         return Figure(name, [], 0, note=f"{lowest:.6g} from {x_name} {first:g} to {last:g}")
     x_scale = make_scale(first, last, LEFT, PLOT_RIGHT)
     shown = [event for event in events if first <= event.x <= last]
-    event_marks, top = draw_events(sorted(shown, key=lambda event: event.x), x_scale)
-    marks, y_scale = draw_axes(all_points, x_scale, top, x_name, y_name)
+    event_marks, top = _draw_events(sorted(shown, key=lambda event: event.x), x_scale)
+    marks, y_scale = _draw_axes(all_points, x_scale, top, x_name, y_name)
     colours = assign_colours(series)
     for index, (label, points) in enumerate(series.items()):
         pixels = [(x_scale(x), y_scale(y)) for x, y in points]
         has_dots = label in dots or len(points) == 1
-        marks += draw_curve(pixels, colours[label], DASHES[index % len(DASHES)], has_dots)
-    values = [[x_name, *series], *read_values(series)]
-    marks += make_hover_bands(values, x_scale)
+        marks += _draw_curve(pixels, colours[label], DASHES[index % len(DASHES)], has_dots)
+    values = [[x_name, *series], *_read_values(series)]
+    marks += _make_hover_bands(values, x_scale)
     marks += event_marks  # last, as the bands would hide their titles from the pointer
     figure = Figure(name, marks, HEIGHT)
     if len(series) > 1:
@@ -94,7 +94,7 @@ def draw_lines(
     return replace(figure, values=values)
 
 
-def draw_curve(pixels: Points, colour: str, dashes: str, has_dots: bool) -> list[Mark]:
+def _draw_curve(pixels: Points, colour: str, dashes: str, has_dots: bool) -> list[Mark]:
     """Return a line through points, with a dot at each of them if there shall be dots."""
     curve = Mark(
         "polyline",
@@ -109,7 +109,7 @@ def draw_curve(pixels: Points, colour: str, dashes: str, has_dots: bool) -> list
     return [curve, *(Mark("circle", cx=x, cy=y, r=3, fill=colour) for x, y in pixels)]
 
 
-def describe_points(series: Mapping[str, Points], x_name: str) -> str:
+def _describe_points(series: Mapping[str, Points], x_name: str) -> str:
     """Return in words what curves of one point would show."""
     values = [
         f"{label} {y:.6g} at {x_name} {x:g}" for label, points in series.items() for x, y in points
@@ -117,7 +117,7 @@ def describe_points(series: Mapping[str, Points], x_name: str) -> str:
     return ", ".join(values)
 
 
-def draw_axes(
+def _draw_axes(
     points: np.ndarray, x_scale: Scale, top: float, x_name: str, y_name: str
 ) -> tuple[list[Mark], Scale]:
     """Return linear axes for all points, and the scale of y, whose highest value is at `top`.
@@ -145,7 +145,7 @@ def draw_axes(
     return marks, y_scale
 
 
-def draw_events(events: Sequence[ChartEvent], x_scale: Scale) -> tuple[list[Mark], float]:
+def _draw_events(events: Sequence[ChartEvent], x_scale: Scale) -> tuple[list[Mark], float]:
     """Return each event's mark, and the height below their labels, where curves may begin.
 
     A label that would lie on another one lies below it. Labels take at most half of the plot from
@@ -160,11 +160,11 @@ def draw_events(events: Sequence[ChartEvent], x_scale: Scale) -> tuple[list[Mark
         begin = x - width if is_near_end else x
         row = next((row for row, end in enumerate(ends) if end <= begin), len(ends))
         ends[row : row + 1] = [begin + width]
-        marks.append(draw_event(event, x, is_near_end, TOP + 8 + LABEL_ROW_HEIGHT * row))
+        marks.append(_draw_event(event, x, is_near_end, TOP + 8 + LABEL_ROW_HEIGHT * row))
     return marks, min(TOP + LABEL_ROW_HEIGHT * len(ends), (TOP + PLOT_BOTTOM) / 2)
 
 
-def draw_event(event: ChartEvent, x: float, is_near_end: bool, y: float) -> Mark:
+def _draw_event(event: ChartEvent, x: float, is_near_end: bool, y: float) -> Mark:
     """Return a dashed line with its label, which tells what happened under the pointer."""
     label = make_text(
         x - 4 if is_near_end else x + 4,
@@ -183,7 +183,7 @@ def draw_event(event: ChartEvent, x: float, is_near_end: bool, y: float) -> Mark
     return Mark("g", title=event.text, children=[line, label])
 
 
-def read_values(series: Mapping[str, Points]) -> Iterator[list[str]]:
+def _read_values(series: Mapping[str, Points]) -> Iterator[list[str]]:
     """Yield positions, evenly chosen if there are many, each with the value of every curve.
 
     A curve with fewer points than the others has its last value before the position, or "-".
@@ -198,7 +198,7 @@ def read_values(series: Mapping[str, Points]) -> Iterator[list[str]]:
         yield row
 
 
-def make_hover_bands(values: Sequence[Sequence[str]], x_scale: Scale) -> list[Mark]:
+def _make_hover_bands(values: Sequence[Sequence[str]], x_scale: Scale) -> list[Mark]:
     """Return bands from top to bottom, each with the values that the page shows under the pointer.
 
     Args:
@@ -216,12 +216,12 @@ def make_hover_bands(values: Sequence[Sequence[str]], x_scale: Scale) -> list[Ma
             "rect", x=left, y=TOP, width=right - left, height=PLOT_BOTTOM - TOP, fill="transparent"
         )
         texts = [f"{name} {value}" for name, value in zip(names, row, strict=True) if value != "-"]
-        note = Mark("g", class_="note", children=make_note(pixels[index], texts))
+        note = Mark("g", class_="note", children=_make_note(pixels[index], texts))
         bands.append(Mark("g", class_="band", children=[area, note]))
     return bands
 
 
-def make_note(x: float, rows: Sequence[str]) -> list[Mark]:
+def _make_note(x: float, rows: Sequence[str]) -> list[Mark]:
     """Return a line at x, and a box with the rows on the side that has more room."""
     width = max(map(len, rows)) * HOVER_LETTER_WIDTH + 12
     box_x = x + 8 if x < WIDTH / 2 else x - 8 - width

@@ -18,7 +18,7 @@ STARTUP_FOLDER = Path(__file__).parent / "startup"
 OBSERVER_VARIABLE = "STEPLADDER_OBSERVER"
 
 
-class StepListener(Protocol):
+class _StepListener(Protocol):
     """The object that a rank makes at its first optimizer step, and calls before and after each."""
 
     def before_step(self, optimizer: object) -> None: ...
@@ -31,7 +31,7 @@ def prepend_startup_folder(python_path: str) -> str:
     return os.pathsep.join(filter(None, [str(STARTUP_FOLDER), python_path]))
 
 
-def make_listener_variables(listener: type[StepListener], **arguments: object) -> dict[str, str]:
+def make_listener_variables(listener: type[_StepListener], **arguments: object) -> dict[str, str]:
     """Return the environment variables with which each rank makes `listener(**arguments)`.
 
     Paths arrive in the rank as text.
@@ -70,14 +70,14 @@ def attach() -> None:
     )
 
     atexit.register(wait_for_gloo)
-    register_optimizer_step_pre_hook(lambda optimizer, *_: get_listener().before_step(optimizer))
-    register_optimizer_step_post_hook(lambda optimizer, *_: get_listener().after_step(optimizer))
+    register_optimizer_step_pre_hook(lambda optimizer, *_: _get_listener().before_step(optimizer))
+    register_optimizer_step_post_hook(lambda optimizer, *_: _get_listener().after_step(optimizer))
 
 
 @cache
-def get_listener() -> StepListener:
+def _get_listener() -> _StepListener:
     """Return this process's listener, made at the first call."""
     description = json.loads(os.environ[OBSERVER_VARIABLE])
     listener_class = getattr(import_module(description["module"]), description["name"])
-    listener: StepListener = listener_class(**description["arguments"])
+    listener: _StepListener = listener_class(**description["arguments"])
     return listener

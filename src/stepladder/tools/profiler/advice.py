@@ -64,7 +64,7 @@ class Profile:
         return any(rank.on_gpu for rank in self.ranks)
 
 
-def find_slow_parts(profile: Profile) -> Iterator[Advice]:
+def _find_slow_parts(profile: Profile) -> Iterator[Advice]:
     """Find the parts that take too long on each rank by itself."""
     data = profile.share("data")
     if data >= 0.15:
@@ -94,10 +94,10 @@ def find_slow_parts(profile: Profile) -> Iterator[Advice]:
             " larger batch, because its time does not grow with it."
         )
         yield Advice("slow_optimizer", optimizer, text)
-    yield from find_copies(profile)
+    yield from _find_copies(profile)
 
 
-def find_copies(profile: Profile) -> Iterator[Advice]:
+def _find_copies(profile: Profile) -> Iterator[Advice]:
     copies = [
         operator for operator in profile.operators if operator.name.startswith(COPY_OPERATORS)
     ]
@@ -111,14 +111,14 @@ def find_copies(profile: Profile) -> Iterator[Advice]:
         yield Advice("many_copies", share, text)
 
 
-def find_waiting_ranks(profile: Profile) -> Iterator[Advice]:
+def _find_waiting_ranks(profile: Profile) -> Iterator[Advice]:
     """Find one rank that is always late, or ranks of which a different one is late each time."""
     late_rank, *waiting_ranks = sorted(profile.ranks, key=lambda rank: rank.share("waiting"))
     late_share = late_rank.share("waiting")
     if waiting_ranks and late_share <= waiting_ranks[0].share("waiting") / 2:
         waited = mean(rank.share("waiting") for rank in waiting_ranks)
         if waited >= 0.1:
-            text = describe_late_rank(late_rank, waiting_ranks, waited)
+            text = _describe_late_rank(late_rank, waiting_ranks, waited)
             yield Advice("late_rank", waited, text)
             return
     share = profile.share("waiting")
@@ -131,7 +131,7 @@ def find_waiting_ranks(profile: Profile) -> Iterator[Advice]:
         yield Advice("uneven_ranks", share, text)
 
 
-def describe_late_rank(
+def _describe_late_rank(
     late_rank: RankProfile, waiting_ranks: list[RankProfile], waited: float
 ) -> str:
     """Return the text about a late rank, for which others wait a fraction `waited` of a step."""
@@ -151,7 +151,7 @@ def describe_late_rank(
     )
 
 
-def find_slow_communication(profile: Profile) -> Iterator[Advice]:
+def _find_slow_communication(profile: Profile) -> Iterator[Advice]:
     share = profile.share("communication")
     if share < 0.15:
         return
@@ -167,16 +167,16 @@ def find_slow_communication(profile: Profile) -> Iterator[Advice]:
 
 def find_all_advice(profile: Profile) -> list[Advice]:
     return [
-        *find_slow_parts(profile),
-        *find_waiting_ranks(profile),
-        *find_slow_communication(profile),
+        *_find_slow_parts(profile),
+        *_find_waiting_ranks(profile),
+        *_find_slow_communication(profile),
     ]
 
 
 def advise(profile: Profile) -> list[Advice]:
     """Return the advice about the largest shares of a step, or if no rule applies, a summary."""
     advice = sorted(find_all_advice(profile), key=lambda item: -item.share)
-    return advice[:MAX_ADVICE] or [summarize(profile)]
+    return advice[:MAX_ADVICE] or [_summarize(profile)]
 
 
 def describe_disturbance(profile: Profile) -> str | None:
@@ -201,7 +201,7 @@ def describe_disturbance(profile: Profile) -> str | None:
     )
 
 
-def summarize(profile: Profile) -> Advice:
+def _summarize(profile: Profile) -> Advice:
     share = profile.share("forward") + profile.share("backward")
     text = f"Nothing stands out: forward and backward take {share:.0%} of a step"
     if profile.operators:

@@ -158,12 +158,12 @@ def find_disturbed_steps(traces: list[Trace]) -> Mask:
 
     A rank that was held up after the last collective of a step is late in the next one.
     """
-    disturbed: Mask = find_longest_queue_us(traces) > MAX_QUEUED_SHARE * measure_steps(traces)
+    disturbed: Mask = _find_longest_queue_us(traces) > MAX_QUEUED_SHARE * measure_steps(traces)
     disturbed[1:] |= disturbed[:-1]
     return disturbed
 
 
-def find_longest_queue_us(traces: list[Trace]) -> NDArray[np.float64]:
+def _find_longest_queue_us(traces: list[Trace]) -> NDArray[np.float64]:
     """Return for each step the longest time in which a rank had work, but no core."""
     num_steps = len(measure_steps(traces))
     longest: NDArray[np.float64] = np.max([trace.queued_us[:num_steps] for trace in traces], axis=0)
@@ -200,17 +200,17 @@ def choose_typical_steps(traces: list[Trace]) -> NDArray[np.int64]:
 def make_rank_profiles(traces: list[Trace]) -> list[RankProfile]:
     """Return the profile of each rank, from traces that are aligned already."""
     chosen = choose_typical_steps(traces)
-    waits = find_waits(traces)
-    held_up_us = 2 * find_longest_queue_us(traces)[chosen].mean()
+    waits = _find_waits(traces)
+    held_up_us = 2 * _find_longest_queue_us(traces)[chosen].mean()
     if find_crowded_host(traces):  # by the ranks themselves, which is how this job runs
         held_up_us = 0.0
     return [
-        Breakdown(trace, wait, trace.steps[chosen]).profile(held_up_us)
+        _Breakdown(trace, wait, trace.steps[chosen]).profile(held_up_us)
         for trace, wait in zip(traces, waits, strict=True)
     ]
 
 
-def find_waits(traces: list[Trace]) -> list[Spans]:
+def _find_waits(traces: list[Trace]) -> list[Spans]:
     """Return each rank's waits: from when it entered a collective until the last rank did."""
     waits: list[list[tuple[float, float]]] = [[] for _ in traces]
     for collectives in match_collectives(traces):
@@ -221,7 +221,7 @@ def find_waits(traces: list[Trace]) -> list[Spans]:
     return [make_spans(pairs) for pairs in waits]
 
 
-class Breakdown:
+class _Breakdown:
     """The masks of one rank's steps on a timeline: one mask for each thing that can go on."""
 
     def __init__(self, trace: Trace, waits: Spans, steps: Spans) -> None:
@@ -229,7 +229,7 @@ class Breakdown:
         parts = {
             name: make_spans([]) if part is None else part for name, part in known_parts.items()
         }
-        kernels = group_kernels_by_part(trace, parts) if trace.gpu_events else {}
+        kernels = _group_kernels_by_part(trace, parts) if trace.gpu_events else {}
         computing = trace.computing
         communicating = trace.communicating
         in_operators = trace.in_operators
@@ -257,7 +257,7 @@ class Breakdown:
     def profile(self, held_up_us: float) -> RankProfile:
         parts: dict[str, float | None] = {
             name: self.seconds_per_step(mask)
-            for name, mask in assign_parts(self.masks, self.in_steps).items()
+            for name, mask in _assign_parts(self.masks, self.in_steps).items()
         }
         parts |= dict.fromkeys(self.unknown)
         overlapped = self.communicating & self.computing & self.in_steps
@@ -289,7 +289,7 @@ class Breakdown:
         return bool((is_after_begin & is_before_end).any())
 
 
-def assign_parts(masks: dict[str, Mask], in_steps: Mask) -> dict[str, Mask]:
+def _assign_parts(masks: dict[str, Mask], in_steps: Mask) -> dict[str, Mask]:
     """Return disjoint masks of all PARTS, which together are `in_steps`."""
     remaining = in_steps.copy()
     assigned: dict[str, Mask] = {}
@@ -299,7 +299,7 @@ def assign_parts(masks: dict[str, Mask], in_steps: Mask) -> dict[str, Mask]:
     return assigned
 
 
-def group_kernels_by_part(trace: Trace, parts: dict[str, Spans]) -> dict[str, Spans]:
+def _group_kernels_by_part(trace: Trace, parts: dict[str, Spans]) -> dict[str, Spans]:
     """Return the GPU's work by the part of the step in which the CPU launched it."""
     launch_times = {
         event["args"]["correlation"]: trace.begin(event)

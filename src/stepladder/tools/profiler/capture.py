@@ -19,7 +19,7 @@ METADATA_KEY = "stepladder"  # of the rank's description in the trace, next to t
 MARK_PREFIX = "stepladder:"  # of a job's phase, before the phase's name
 
 
-def peak_memory_bytes() -> int:
+def _peak_memory_bytes() -> int:
     import resource  # late: Windows has none
 
     unit_bytes = 1 if sys.platform == "darwin" else 1024  # getrusage(2)
@@ -66,7 +66,7 @@ class Capture(JobListener):
     def before_step(self) -> None:
         # The profiler's own first step costs more than the others: it is the last of the warm-up.
         if self.finished_steps + 1 == self.warmup:
-            self.peak_bytes = peak_memory_bytes()  # before the profiler allocates its buffers
+            self.peak_bytes = _peak_memory_bytes()  # before the profiler allocates its buffers
             self.profiler.start()
 
     def after_step(self) -> bool:

@@ -18,7 +18,7 @@ def write_merged_trace(traces: list[Trace], clock: str, path: Path) -> None:
     start = min(float(trace.steps.min()) for trace in traces)
     events: list[Event] = []
     for index, trace in enumerate(traces):
-        events += renumber_events(trace, index, start)
+        events += _renumber_events(trace, index, start)
     content = {
         "displayTimeUnit": "ms",
         "stepladder": {
@@ -31,7 +31,7 @@ def write_merged_trace(traces: list[Trace], clock: str, path: Path) -> None:
     write_output(path, json.dumps(content), "--out")
 
 
-def renumber_events(trace: Trace, index: int, start: float) -> list[Event]:
+def _renumber_events(trace: Trace, index: int, start: float) -> list[Event]:
     """Return a rank's events, with ids of processes and arrows that are unique among the ranks."""
     rank_pid = trace.step_annotations[0]["pid"]
     new_pids: dict[Any, int] = {rank_pid: index}
@@ -49,10 +49,10 @@ def renumber_events(trace: Trace, index: int, start: float) -> list[Event]:
         events.append(new_event)
     for pid, new_pid in new_pids.items():
         label = f"rank {trace.rank}" if pid == rank_pid else f"rank {trace.rank}, GPU {pid}"
-        events.append(process_event(new_pid, "name", f"{label} ({trace.host})"))
-        events.append(process_event(new_pid, "sort_index", new_pid))
+        events.append(_process_event(new_pid, "name", f"{label} ({trace.host})"))
+        events.append(_process_event(new_pid, "sort_index", new_pid))
     return events
 
 
-def process_event(pid: int, key: str, value: object) -> Event:
+def _process_event(pid: int, key: str, value: object) -> Event:
     return {"ph": "M", "name": f"process_{key}", "pid": pid, "tid": 0, "args": {key: value}}

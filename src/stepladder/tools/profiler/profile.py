@@ -86,10 +86,10 @@ def record_profile(name: str, run: Run, out: Path, world: World) -> ProfileResul
     Returns:
         The profile, or the exit code of ranks that failed or are not the first.
     """
-    validate_output_folder(out)
+    _validate_output_folder(out)
     if world.world_size == 1:
         with temporary_folder() as folder:
-            return run(folder) or examine_traces(name, folder, out)
+            return run(folder) or _examine_traces(name, folder, out)
     shared = out.with_name(f"{out.name}.traces")
     if not world.is_first:
         return run(shared)
@@ -100,7 +100,7 @@ def record_profile(name: str, run: Run, out: Path, world: World) -> ProfileResul
     missing_parents = [parent for parent in shared.absolute().parents if not parent.exists()]
     shared.mkdir(parents=True)
     try:
-        return run(shared) or examine_traces(name, shared, out)
+        return run(shared) or _examine_traces(name, shared, out)
     finally:
         shutil.rmtree(shared, ignore_errors=True)
         for parent in missing_parents:  # empty if there is no profile
@@ -108,7 +108,7 @@ def record_profile(name: str, run: Run, out: Path, world: World) -> ProfileResul
                 parent.rmdir()
 
 
-def examine_traces(name: str, folder: Path, out: Path) -> ProfileResult:
+def _examine_traces(name: str, folder: Path, out: Path) -> ProfileResult:
     """Make the profile of a folder's traces, and move them to `out`; replace a profile there."""
     paths = sorted(folder.glob("*.pt.trace.json"))
     traces = sorted(map(Trace, paths), key=lambda trace: trace.rank)
@@ -136,7 +136,7 @@ def examine_traces(name: str, folder: Path, out: Path) -> ProfileResult:
     return result
 
 
-def validate_output_folder(out: Path) -> None:
+def _validate_output_folder(out: Path) -> None:
     """Raise InputError if a profile would have to replace something else."""
     parents = out.absolute().parents
     for parent in parents:

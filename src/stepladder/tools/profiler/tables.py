@@ -30,10 +30,10 @@ def make_rank_tables(profile: Profile, name: str, width: int) -> Iterator[Table]
     rows = ["step", *PARTS_SHOWN, "overlapped", "Python", "memory MB"]
     if profile.on_gpu:
         rows.append("GPU MB")
-    yield from make_column_tables(title, "", rows, make_rank_columns(profile), width)
+    yield from make_column_tables(title, "", rows, _make_rank_columns(profile), width)
 
 
-def make_rank_columns(profile: Profile) -> dict[str, list[str]]:
+def _make_rank_columns(profile: Profile) -> dict[str, list[str]]:
     """Return the cells of each rank; of many ranks, of their spread and of those that come last."""
     ranks = profile.ranks
     columns: dict[str, list[str]] = {}
@@ -43,20 +43,20 @@ def make_rank_columns(profile: Profile) -> dict[str, list[str]]:
             "median": median,
             "most": max,
         }
-        every_cell = [get_numbers(rank, profile.on_gpu) for rank in ranks]
+        every_cell = [_get_numbers(rank, profile.on_gpu) for rank in ranks]
         for name, summarize in summaries.items():
             columns[name] = [
-                format_number(summarize_known(row, summarize))
+                _format_number(_summarize_known(row, summarize))
                 for row in zip(*every_cell, strict=True)
             ]
         ranks = sorted(ranks, key=lambda rank: rank.share("waiting"))[:NUM_LATEST_SHOWN]
     for rank in ranks:
-        numbers = get_numbers(rank, profile.on_gpu)
-        columns[f"rank {rank.rank}"] = [format_number(number) for number in numbers]
+        numbers = _get_numbers(rank, profile.on_gpu)
+        columns[f"rank {rank.rank}"] = [_format_number(number) for number in numbers]
     return columns
 
 
-def get_numbers(rank: RankProfile, on_gpu: bool) -> list[float | None]:
+def _get_numbers(rank: RankProfile, on_gpu: bool) -> list[float | None]:
     """Return milliseconds per step and megabytes; None for what the trace does not show."""
     seconds = [
         rank.seconds,
@@ -64,20 +64,20 @@ def get_numbers(rank: RankProfile, on_gpu: bool) -> list[float | None]:
         rank.overlapped,
         rank.python,
     ]
-    numbers = [scale_known(second, 1e3) for second in seconds]
-    numbers.append(scale_known(rank.peak_bytes, 1e-6))
+    numbers = [_scale_known(second, 1e3) for second in seconds]
+    numbers.append(_scale_known(rank.peak_bytes, 1e-6))
     if on_gpu:
-        numbers.append(scale_known(rank.peak_gpu_bytes, 1e-6))
+        numbers.append(_scale_known(rank.peak_gpu_bytes, 1e-6))
     return numbers
 
 
-def scale_known(number: float | None, factor: float) -> float | None:
+def _scale_known(number: float | None, factor: float) -> float | None:
     if number is None:
         return None
     return factor * number
 
 
-def summarize_known(
+def _summarize_known(
     numbers: Sequence[float | None], summarize: Callable[[Sequence[float]], float]
 ) -> float | None:
     known = [number for number in numbers if number is not None]
@@ -99,7 +99,7 @@ def make_operator_table(profile: Profile) -> Table:
     return table
 
 
-def format_number(number: float | None) -> str:
+def _format_number(number: float | None) -> str:
     """Return a number with two decimals, or without where they mean nothing."""
     if number is None:
         return "unknown"

@@ -203,7 +203,7 @@ class Trace:
         )
         # Checkpointing computes operators of forward again within backward: those are backward.
         forward = [span for span in self._forward_operators() if not contains(backward, span[0])]
-        passes = join_spans(
+        passes = _join_spans(
             {
                 "forward": forward + self._annotated("DistributedDataParallel.forward"),
                 "backward": [(float(begin), float(end)) for begin, end in backward],
@@ -265,7 +265,7 @@ class Trace:
         return [(op, max(0.0, self_times[id(op)])) for op in self.operators]
 
 
-def join_spans(spans_of: dict[str, list[Span]]) -> dict[str, list[Span]]:
+def _join_spans(spans_of: dict[str, list[Span]]) -> dict[str, list[Span]]:
     """Return each kind's spans, with neighbours of one kind joined.
 
     A forward span that a backward span follows is extended until that begins.

@@ -36,7 +36,7 @@ QUIET_KINETO = {
 
 def profile_job(request: TrainRequest, warmup: int, steps: int, nproc: int, folder: Path) -> int:
     request = make_trial_request(request, folder / "run", steps=warmup + steps, epochs=None)
-    train = partial(train_profiled, request, warmup, steps, folder)
+    train = partial(_train_profiled, request, warmup, steps, folder)
     with temporary_environment(**QUIET_KINETO):
         if World.detect().world_size > 1:
             return train()
@@ -45,7 +45,7 @@ def profile_job(request: TrainRequest, warmup: int, steps: int, nproc: int, fold
         return run_local(LocalGroup(train, threads, Limits(request.settings.timeout)), nproc)
 
 
-def train_profiled(request: TrainRequest, warmup: int, steps: int, folder: Path) -> int:
+def _train_profiled(request: TrainRequest, warmup: int, steps: int, folder: Path) -> int:
     """Train `warmup` steps on this rank, and `steps` more under the profiler."""
     from stepladder.tools.trial.training import open_training  # late: torch
 
@@ -76,11 +76,11 @@ def profile_script(
     if code == 0 and world.is_first:  # a rank ends only when the traces of all ranks are there
         counts = read_step_counts(folder, nproc)
         made_steps = min(counts) if len(counts) == nproc else 0
-        validate_step_count(script, made_steps, warmup, steps, nproc)
+        _validate_step_count(script, made_steps, warmup, steps, nproc)
     return code
 
 
-def validate_step_count(
+def _validate_step_count(
     script: Script, made_steps: int, warmup: int, steps: int, nproc: int
 ) -> None:
     """Raise InputError if a rank has made fewer steps than the window needs."""

@@ -71,7 +71,7 @@ def run_recorded(run_dir: Path, script: str, work: Callable[[], int]) -> int:
         f"run directory {run_dir} cannot be written", "--run-dir DIR in a place you can write to"
     ):
         (run_dir / STEPS_FOLDER).mkdir(parents=True, exist_ok=True)
-        announce_earlier_launches(run_dir)
+        _announce_earlier_launches(run_dir)
         file = open_for_append(run_dir / LAUNCHES_FILE)
     with suppress(OSError):  # a file system without locks
         fcntl.flock(file, fcntl.LOCK_SH)  # shared: each node's launcher holds one
@@ -87,7 +87,7 @@ def run_recorded(run_dir: Path, script: str, work: Callable[[], int]) -> int:
         "python": platform.python_version(),
         "begun": round(begun, 3),
     }
-    write_line(file, first_line)
+    _write_line(file, first_line)
     code = FAILED
     try:
         with temporary_environment(
@@ -98,21 +98,21 @@ def run_recorded(run_dir: Path, script: str, work: Callable[[], int]) -> int:
         code = BAD_INPUT
         raise
     finally:
-        write_line(file, {"launch": key, "ended": round(time.time(), 3), "code": code})
+        _write_line(file, {"launch": key, "ended": round(time.time(), 3), "code": code})
         os.close(file)
     return code
 
 
-def announce_earlier_launches(run_dir: Path) -> None:
+def _announce_earlier_launches(run_dir: Path) -> None:
     """Say that the folder has launches; those under way, on other nodes, belong to this one."""
-    if (run_dir / LAUNCHES_FILE).exists() and not is_running(run_dir):
+    if (run_dir / LAUNCHES_FILE).exists() and not _is_running(run_dir):
         print_message(
             f"{run_dir} has earlier launches: this one is added to them, and `report` shows all."
             " HINT: another --run-dir begins anew"
         )
 
 
-def write_line(file: int, line: dict[str, Any]) -> None:
+def _write_line(file: int, line: dict[str, Any]) -> None:
     os.write(file, format_line(line).encode())
 
 
@@ -143,7 +143,7 @@ def read_launches(run_dir: Path) -> tuple[list[LaunchRecord], list[str]]:
     return launches, warnings
 
 
-def is_running(run_dir: Path) -> bool:
+def _is_running(run_dir: Path) -> bool:
     """Return whether a launcher holds the lock; the kernel releases that of a killed process."""
     with open_to_read(run_dir / LAUNCHES_FILE) as file:
         try:
@@ -155,7 +155,7 @@ def is_running(run_dir: Path) -> bool:
 
 def describe_state(run_dir: Path, launches: list[LaunchRecord]) -> str:
     """Return the state of the last launch and of those at the same time on other nodes."""
-    if is_running(run_dir):
+    if _is_running(run_dir):
         return "running"
     last = launches[-1]
     if last.code is None:

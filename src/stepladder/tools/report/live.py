@@ -36,7 +36,7 @@ SILENT_S = 30.0  # a thousand ranks write every 16 s
 JOB_NUMBER = re.compile(r"[0-9]{1,16}(_[0-9]{1,9})?")  # array tasks have an index
 
 
-class RunView(NamedTuple):
+class _RunView(NamedTuple):
     """The lines to show, and whether they will not change any more."""
 
     lines: list[str]
@@ -50,13 +50,13 @@ def watch(target: str, once: bool, console: Console) -> None:
     """
     if JOB_NUMBER.fullmatch(target) and not Path(target).exists():
         follow = cache(Follower)
-        updates = poll_repeatedly(lambda: poll_job(target, follow), CLUSTER_POLL_INTERVAL_S)
+        updates = _poll_repeatedly(lambda: _poll_job(target, follow), CLUSTER_POLL_INTERVAL_S)
     else:
-        updates = poll_repeatedly(Follower(Path(target)).poll, RUN_POLL_INTERVAL_S)
-    show(updates, once, console)
+        updates = _poll_repeatedly(Follower(Path(target)).poll, RUN_POLL_INTERVAL_S)
+    _show(updates, once, console)
 
 
-def poll_repeatedly(poll: Callable[[], RunView], interval_s: float) -> Iterator[list[str]]:
+def _poll_repeatedly(poll: Callable[[], _RunView], interval_s: float) -> Iterator[list[str]]:
     """Yield the lines of each poll, up to the final one."""
     while True:
         lines, is_final = poll()
@@ -77,7 +77,7 @@ class Follower:
         self._reader: RunReader | ScriptRunReader | None = None
         self._config_identity: tuple[int, int] | None = None
 
-    def poll(self) -> RunView:
+    def poll(self) -> _RunView:
         """Return the view of the run. It is final with a job's result, or a script's launchers."""
         config_identity = self._get_config_identity()
         if self._reader is None or config_identity != self._config_identity:
@@ -86,8 +86,8 @@ class Follower:
             self._config_identity = config_identity
         record = self._reader.read()
         if isinstance(record, ScriptRecord):
-            return RunView(describe_script(record), not record.is_running)
-        return RunView(describe(record), record.result is not None)
+            return _RunView(describe_script(record), not record.is_running)
+        return _RunView(describe(record), record.result is not None)
 
     def _get_config_identity(self) -> tuple[int, int] | None:
         with suppress(OSError):
@@ -96,7 +96,7 @@ class Follower:
         return None
 
 
-def poll_job(number: str, follow: Callable[[Path], Follower]) -> RunView:
+def _poll_job(number: str, follow: Callable[[Path], Follower]) -> _RunView:
     """Return a batch job's state in the queue, and the view of its run.
 
     Other scripts have the last line of their output in place of a run.
@@ -111,10 +111,10 @@ def poll_job(number: str, follow: Callable[[Path], Follower]) -> RunView:
         with suppress(OSError):  # there is no output while the job waits in the queue
             output = Path(job.output).read_text(errors="replace", encoding="utf-8").splitlines()
             lines += [line for line in output if line.strip()][-1:]
-    return RunView(lines, job.is_over)
+    return _RunView(lines, job.is_over)
 
 
-def show(updates: Iterator[list[str]], once: bool, console: Console) -> None:
+def _show(updates: Iterator[list[str]], once: bool, console: Console) -> None:
     """Show the updates in place in a terminal; elsewhere print lines when they change."""
     if once:
         updates = islice(updates, 1)
@@ -133,9 +133,9 @@ def show(updates: Iterator[list[str]], once: bool, console: Console) -> None:
 
 def describe(record: RunRecord) -> list[str]:
     metrics = record.metrics
-    lines = [describe_position(record, describe_epoch(record))]
+    lines = [_describe_position(record, _describe_epoch(record))]
     if metrics.losses.newest is not None:
-        lines.append(f"loss {metrics.losses.newest[1]:.4g}  {draw_sparkline(metrics.losses)}")
+        lines.append(f"loss {metrics.losses.newest[1]:.4g}  {_draw_sparkline(metrics.losses)}")
     if metrics.last_evaluation:
         values = "  ".join(f"{name} {value:.4g}" for name, value in metrics.last_evaluation.items())
         lines.append(f"evaluated after step {metrics.evaluated_step}: {values}")
@@ -145,7 +145,7 @@ def describe(record: RunRecord) -> list[str]:
     return lines + record.times.describe_stragglers() + record.warnings
 
 
-def describe_epoch(record: RunRecord) -> str:
+def _describe_epoch(record: RunRecord) -> str:
     if record.result:
         return "finished"
     epoch = record.metrics.step // record.plan.steps_per_epoch + 1
@@ -155,14 +155,14 @@ def describe_epoch(record: RunRecord) -> str:
 
 
 def describe_script(record: ScriptRecord) -> list[str]:
-    lines = [describe_position(record, record.state)]
+    lines = [_describe_position(record, record.state)]
     speeds = record.times.speeds
     if speeds.newest is not None:
-        lines.append(f"{speeds.newest[1]:.3g} steps per second  {draw_sparkline(speeds)}")
+        lines.append(f"{speeds.newest[1]:.3g} steps per second  {_draw_sparkline(speeds)}")
     return lines + record.times.describe_stragglers() + record.warnings
 
 
-def describe_position(record: RunRecord | ScriptRecord, state: str) -> str:
+def _describe_position(record: RunRecord | ScriptRecord, state: str) -> str:
     if record.is_running and 0 < record.last_write < time.time() - SILENT_S:
         # The time of day: what is printed again when it changes must not count seconds.
         state += time.strftime(", no step since %H:%M:%S", time.localtime(record.last_write))
@@ -174,7 +174,7 @@ def describe_position(record: RunRecord | ScriptRecord, state: str) -> str:
     )
 
 
-def draw_sparkline(curve: Curve) -> str:
+def _draw_sparkline(curve: Curve) -> str:
     """Return the curve as one line of blocks, each the mean of a part, from minimum to maximum."""
     values = [value for _, value in curve.points]
     length = min(len(values), MAX_SPARKLINE_LENGTH)

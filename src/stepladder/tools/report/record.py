@@ -61,7 +61,7 @@ class StoredConfig:
 
 
 @dataclass(frozen=True)
-class BestValue:
+class _BestValue:
     """The best evaluation of a run, by the metric that the job names."""
 
     metric: str
@@ -70,15 +70,15 @@ class BestValue:
 
 
 @dataclass(frozen=True)
-class ResultSummary:
+class _ResultSummary:
     """The parts of a result.json that a record needs."""
 
     steps: int
     weights_sha256: str
-    best: BestValue | None = None
+    best: _BestValue | None = None
 
 
-class MetricCurves:
+class _MetricCurves:
     """The curves of a metrics.jsonl."""
 
     def __init__(self) -> None:
@@ -102,7 +102,7 @@ class MetricCurves:
             self.rates.add(self.step, line["lr"])
             return
         self.evaluated_step = line["step"]
-        self.last_evaluation = get_metric_values(line)
+        self.last_evaluation = _get_metric_values(line)
         for name, value in self.last_evaluation.items():
             if name in self.evaluations or len(self.evaluations) < MAX_METRICS:
                 self.evaluations.setdefault(name, Curve()).add(line["step"], value)
@@ -127,10 +127,10 @@ class RunRecord:
     config: StoredConfig
     plan: Plan
     epochs: int | None
-    metrics: MetricCurves
+    metrics: _MetricCurves
     times: RankTimes
     starts: list[RunStart]
-    result: ResultSummary | None
+    result: _ResultSummary | None
     is_running: bool
     warnings: list[str]
     start_records: dict[int, StartRecord]
@@ -167,20 +167,20 @@ class RunReader:
             self.epochs = convert(self.config.config.get("epochs"), int | None)
         self._metrics_reader = JsonlReader(run_dir / METRICS_FILE, is_metrics_line)
         self._timing_reader = JsonlReader(run_dir / TIMING_FILE, is_timing_line)
-        self._metrics = MetricCurves()
+        self._metrics = _MetricCurves()
         self._times = RankTimes(TIMING_KEYS)
 
     def read(self) -> RunRecord:
         """Return the run as it is now. Raises InputError if result.json is damaged."""
         if self._metrics_reader.restart_if_replaced():
-            self._metrics = MetricCurves()
+            self._metrics = _MetricCurves()
         if self._timing_reader.restart_if_replaced():
             self._times = RankTimes(TIMING_KEYS)
         for line in self._metrics_reader.read_new():
             self._metrics.add(line)
         for window in group_timing_lines(self._timing_reader.read_new()):
             self._times.add(window.last_step, window.steps, window.rows, window.world_size)
-        starts = list(read_starts(self.run_dir / LEDGER_FOLDER))
+        starts = list(_read_starts(self.run_dir / LEDGER_FOLDER))
         result = read_result(self.run_dir / RESULT_FILE)
         is_running = result is None and is_locked(self.run_dir)
         # The last line of a file that is being written may be half written, which is no damage.
@@ -201,11 +201,11 @@ class RunReader:
             is_running=is_running,
             warnings=warnings,
             start_records=read_start_records(self.run_dir),
-            last_write=get_last_write(self.run_dir / METRICS_FILE),
+            last_write=_get_last_write(self.run_dir / METRICS_FILE),
         )
 
 
-def get_last_write(path: Path) -> float:
+def _get_last_write(path: Path) -> float:
     with suppress(OSError):
         return path.stat().st_mtime
     return 0.0
@@ -216,7 +216,7 @@ def read_run(run_dir: Path) -> RunRecord:
     return RunReader(run_dir).read()
 
 
-def get_metric_values(evaluation: Line) -> dict[str, float]:
+def _get_metric_values(evaluation: Line) -> dict[str, float]:
     return {
         name: value
         for name, value in evaluation.items()
@@ -224,7 +224,7 @@ def get_metric_values(evaluation: Line) -> dict[str, float]:
     }
 
 
-class TimingWindow(NamedTuple):
+class _TimingWindow(NamedTuple):
     """The seconds of ranks by phase in `steps` steps up to `last_step`."""
 
     last_step: int
@@ -233,7 +233,7 @@ class TimingWindow(NamedTuple):
     rows: dict[Label, list[float]]
 
 
-def group_timing_lines(lines: Iterator[Line]) -> Iterator[TimingWindow]:
+def group_timing_lines(lines: Iterator[Line]) -> Iterator[_TimingWindow]:
     """Yield the window of each line.
 
     Older runs have one line for each rank: those of ranks 0, 1, ... in a row are one window.
@@ -241,45 +241,45 @@ def group_timing_lines(lines: Iterator[Line]) -> Iterator[TimingWindow]:
     group: list[Line] = []
     for line in lines:
         if group and line.get("rank", 0) == 0:
-            yield make_window(group)
+            yield _make_window(group)
             group = []
         group.append(line)
         if "rank" not in line:
-            yield make_window(group)
+            yield _make_window(group)
             group = []
     if group:
-        yield make_window(group)
+        yield _make_window(group)
 
 
-def make_window(group: list[Line]) -> TimingWindow:
+def _make_window(group: list[Line]) -> _TimingWindow:
     first = group[0]
     rows: dict[Label, list[float]] = {}
     for line in group:
         rows.update(get_timing_rows(line))
-    return TimingWindow(first["step"], first["steps"], first.get("world_size", len(rows)), rows)
+    return _TimingWindow(first["step"], first["steps"], first.get("world_size", len(rows)), rows)
 
 
-def read_result(path: Path) -> ResultSummary | None:
+def read_result(path: Path) -> _ResultSummary | None:
     with suppress(FileNotFoundError):
         return typed_file.load_json(
-            path, ResultSummary, f"rm {path}, and start the run again: it is written anew"
+            path, _ResultSummary, f"rm {path}, and start the run again: it is written anew"
         )
     return None
 
 
-def read_starts(folder: Path) -> Iterator[RunStart]:
+def _read_starts(folder: Path) -> Iterator[RunStart]:
     """Yield the start of each ledger of rank 0; damaged ledgers are left to `audit`."""
     for path in sorted(folder.glob("attempt-*.rank-0.jsonl")):
         match = LEDGER_FILE_NAME.fullmatch(path.name)
         if match is None:
             continue
         with suppress(OSError, ValueError):
-            start = read_start(path, match)
+            start = _read_start(path, match)
             if start is not None:
                 yield start
 
 
-def read_start(path: Path, match: re.Match[str]) -> RunStart | None:
+def _read_start(path: Path, match: re.Match[str]) -> RunStart | None:
     """Return the start of a ledger: its first line has the attempt, its last line the last step."""
     with open_to_read(path) as file:
         header = parse_header(file.readline(MAX_LEDGER_LINE_BYTES), int(match[1]))

@@ -31,16 +31,16 @@ def write_report(run_dir: Path, output: Path) -> None:
     validate_writable(output, "-o", GENERATOR)
     if is_script_run(run_dir):
         script_record = read_script_run(run_dir)
-        print_warnings(script_record.warnings)
-        page = make_script_page(run_dir, script_record)
+        _print_warnings(script_record.warnings)
+        page = _make_script_page(run_dir, script_record)
     else:
         record = read_run(run_dir)
-        print_warnings(record.warnings)
-        page = make_run_page(record, audit(run_dir))
+        _print_warnings(record.warnings)
+        page = _make_run_page(record, audit(run_dir))
     write_output(output, page, "-o")
 
 
-def print_warnings(warnings: list[str]) -> None:
+def _print_warnings(warnings: list[str]) -> None:
     for warning in warnings:
         print_message(warning)
 
@@ -48,7 +48,7 @@ def print_warnings(warnings: list[str]) -> None:
 # -- the page of a job -----------------------------------------------------------------------------
 
 
-def make_run_page(record: RunRecord, audited: Audit) -> str:
+def _make_run_page(record: RunRecord, audited: Audit) -> str:
     samples_per_s = [
         (step, steps_per_s * record.plan.global_batch)
         for step, steps_per_s in record.times.speeds.points
@@ -58,32 +58,32 @@ def make_run_page(record: RunRecord, audited: Audit) -> str:
         processes = format_count(start.world_size, "process")
         text = f"{processes}, steps {start.first}-{start.last}"
         starts.append((f"start {start.attempt}", start.first, start.last, text))
-    events = list_events(record, audited)
+    events = _list_events(record, audited)
     faulty_epochs = [epoch for epoch in audited.epochs if epoch.lost or epoch.repeated]
     return render_page(
         "run.html",
         title=f"{record.name} in {record.run_dir}",
-        outcome=describe_outcome(record, audited),
+        outcome=_describe_outcome(record, audited),
         audited=audited,
-        summary=list(summarize_run(record)),
-        curves=list(draw_curves(record, events)),
+        summary=list(_summarize_run(record)),
+        curves=list(_draw_curves(record, events)),
         events=events,
         throughput=draw_lines(
             "throughput", {"samples": samples_per_s}, "step", "samples per second", events=events
         ),
         ranks=compare_ranks(record.times),
         starts=starts and draw_spans("starts", starts, "step"),
-        ledger=describe_ledger(audited),
+        ledger=_describe_ledger(audited),
         faulty_epochs=[
             [epoch.epoch + 1, epoch.lost, epoch.repeated, epoch.never_seen]
             for epoch in faulty_epochs
         ],
         environment=mask(record.config.environment),
-        settings=mask(describe_settings(record)),
+        settings=mask(_describe_settings(record)),
     )
 
 
-def describe_settings(record: RunRecord) -> dict[str, Any]:
+def _describe_settings(record: RunRecord) -> dict[str, Any]:
     """Return the settings of a run, with the microbatch that it has without the flag."""
     settings = dict(record.config.definition)
     if settings.get("microbatch") is None:
@@ -93,16 +93,16 @@ def describe_settings(record: RunRecord) -> dict[str, Any]:
     return settings
 
 
-def describe_outcome(record: RunRecord, audited: Audit) -> str:
+def _describe_outcome(record: RunRecord, audited: Audit) -> str:
     state = "finished" if record.result else "not finished"
     changes = ""
     if audited.changes:
         changes = f", {format_count(audited.changes, 'change')} of processes"
     samples = f"samples lost {audited.lost}, repeated {audited.repeated}"
-    return f"{state}: {record.progress}, {describe_starts(record)}{changes}; {samples}"
+    return f"{state}: {record.progress}, {_describe_starts(record)}{changes}; {samples}"
 
 
-def describe_starts(record: RunRecord | ScriptRecord) -> str:
+def _describe_starts(record: RunRecord | ScriptRecord) -> str:
     """Return the number of starts, and of processes in each, such as "2 starts on 4, then 3"."""
     starts = format_count(len(record.starts), "start")
     if not record.starts:
@@ -117,7 +117,7 @@ def describe_sizes(record: RunRecord | ScriptRecord) -> str:
     return ", then ".join(size for size, _ in sizes)
 
 
-def describe_ledger(audited: Audit) -> str:
+def _describe_ledger(audited: Audit) -> str:
     counts = (
         f"{format_count(audited.attempts, 'attempt')},"
         f" {format_count(audited.superseded, 'step')} rolled back and done again"
@@ -127,7 +127,7 @@ def describe_ledger(audited: Audit) -> str:
     return f"Samples lost: {audited.lost}, repeated: {audited.repeated} ({counts})."
 
 
-def summarize_run(record: RunRecord) -> Iterator[tuple[str, str]]:
+def _summarize_run(record: RunRecord) -> Iterator[tuple[str, str]]:
     """Yield the names and values of what a reader asks first."""
     records = [value for _, value in sorted(record.start_records.items())]
     if records:
@@ -166,7 +166,7 @@ def format_duration(seconds: float) -> str:
     return f"{hours} h {minutes} min"
 
 
-def list_events(record: RunRecord, audited: Audit) -> list[ChartEvent]:
+def _list_events(record: RunRecord, audited: Audit) -> list[ChartEvent]:
     """Return the starts after the first one, and the changes of processes within starts."""
     events = []
     previous: RunStart | None = None
@@ -196,14 +196,14 @@ def describe_end(
     return f"start {start.attempt} {how} after step {start.last}"
 
 
-def draw_curves(record: RunRecord, events: list[ChartEvent]) -> Iterator[Figure]:
+def _draw_curves(record: RunRecord, events: list[ChartEvent]) -> Iterator[Figure]:
     """Yield the loss of training and evaluation in one figure, then every other curve."""
     metrics = record.metrics
     losses: dict[str, Points] = {TRAINING_LOSS: metrics.losses.points}
     others: dict[str, Points] = {}
     for name, curve in metrics.evaluations.items():
         if name != EPOCH_LOSS:
-            (losses if is_loss(name) else others)[name] = curve.points
+            (losses if _is_loss(name) else others)[name] = curve.points
     dots = [name for name in losses if name != TRAINING_LOSS]
     yield draw_lines("loss", losses, "step", "loss", dots, events)
     for name, points in others.items():
@@ -212,7 +212,7 @@ def draw_curves(record: RunRecord, events: list[ChartEvent]) -> Iterator[Figure]
     yield draw_lines("learning rate", rates, "step", "learning rate", (), events)
 
 
-def is_loss(metric: str) -> bool:
+def _is_loss(metric: str) -> bool:
     """Return whether a metric can be drawn over the training loss."""
     return metric.endswith("loss")
 
@@ -220,7 +220,7 @@ def is_loss(metric: str) -> bool:
 # -- the page of a script --------------------------------------------------------------------------
 
 
-def make_script_page(run_dir: Path, record: ScriptRecord) -> str:
+def _make_script_page(run_dir: Path, record: ScriptRecord) -> str:
     """Return the page of a script, which has no curves, samples or snapshots."""
     origin = record.starts[0].begun if record.starts else 0.0
     starts = []
@@ -230,18 +230,18 @@ def make_script_page(run_dir: Path, record: ScriptRecord) -> str:
     return render_page(
         "script.html",
         title=f"{record.name} in {run_dir}",
-        outcome=f"{record.state}: {record.progress}, {describe_starts(record)}",
+        outcome=f"{record.state}: {record.progress}, {_describe_starts(record)}",
         record=record,
         throughput=draw_lines(
             "throughput", {"steps": record.times.speeds.points}, "step", "steps per second"
         ),
         ranks=compare_ranks(record.times),
         starts=starts and draw_spans("starts", starts, "second"),
-        launches=[make_launch_row(launch) for launch in record.launches],
+        launches=[_make_launch_row(launch) for launch in record.launches],
     )
 
 
-def make_launch_row(launch: LaunchRecord) -> list[object]:
+def _make_launch_row(launch: LaunchRecord) -> list[object]:
     return [
         time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(launch.begun)),
         launch.host,

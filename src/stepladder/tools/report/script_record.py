@@ -23,7 +23,7 @@ from stepladder.tools.report.series import RankTimes
 MAX_START_ROWS = 256  # a multiple of two
 
 
-class RankStart:
+class _RankStart:
     """One start of one rank."""
 
     def __init__(self, line: Line) -> None:
@@ -55,7 +55,7 @@ class RankStart:
 
 
 @dataclass(frozen=True)
-class ScriptStart:
+class _ScriptStart:
     """One start of all ranks.
 
     Args:
@@ -87,7 +87,7 @@ class ScriptRecord:
     launches: list[LaunchRecord]
     state: str
     name: str
-    starts: list[ScriptStart]
+    starts: list[_ScriptStart]
     times: RankTimes
     warnings: list[str]
 
@@ -116,7 +116,7 @@ class ScriptRunReader:
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
         self._readers: dict[int, JsonlReader] = {}
-        self._starts_of_rank: dict[int, list[RankStart]] = {}
+        self._starts_of_rank: dict[int, list[_RankStart]] = {}
 
     def read(self) -> ScriptRecord:
         """Return the run as it is now. Raises InputError if launches.jsonl is damaged."""
@@ -128,18 +128,18 @@ class ScriptRunReader:
                 self._read_rank(int(rank), path)
         for reader in self._readers.values():
             warnings += reader.describe_damage(is_growing=state == "running")
-        starts, times = combine_ranks(self._starts_of_rank)
+        starts, times = _combine_ranks(self._starts_of_rank)
         name = Path(launches[-1].script).name
         return ScriptRecord(launches, state, name, starts, times, warnings)
 
     def _read_rank(self, rank: int, path: Path) -> None:
-        reader = self._readers.setdefault(rank, JsonlReader(path, is_step_line))
+        reader = self._readers.setdefault(rank, JsonlReader(path, _is_step_line))
         if rank not in self._starts_of_rank or reader.restart_if_replaced():
             self._starts_of_rank[rank] = []
         starts = self._starts_of_rank[rank]
         for line in reader.read_new():
             if "start" in line:
-                starts.append(RankStart(line))
+                starts.append(_RankStart(line))
             elif starts and line["step"] > starts[-1].last_step:
                 starts[-1].add(line)
 
@@ -153,7 +153,7 @@ def is_script_run(run_dir: Path) -> bool:
     return (run_dir / LAUNCHES_FILE).exists()
 
 
-def is_step_line(line: Line) -> bool:
+def _is_step_line(line: Line) -> bool:
     """Return whether the line begins a start, or has the steps and seconds since the last line."""
     if not is_unix_time(line.get("time")):
         return False
@@ -165,11 +165,11 @@ def is_step_line(line: Line) -> bool:
     return all(is_finite_number(line.get(key)) for key in STEP_KEYS)
 
 
-def combine_ranks(
-    starts_of_rank: dict[int, list[RankStart]],
-) -> tuple[list[ScriptStart], RankTimes]:
+def _combine_ranks(
+    starts_of_rank: dict[int, list[_RankStart]],
+) -> tuple[list[_ScriptStart], RankTimes]:
     """Return the starts of rank 0, each with the other ranks' part of it, and the times of all."""
-    starts: list[ScriptStart] = []
+    starts: list[_ScriptStart] = []
     times = RankTimes(STEP_KEYS)
     earlier_steps = 0
     for start in starts_of_rank.get(0, []):
@@ -184,7 +184,7 @@ def combine_ranks(
         if not missing:
             _add_windows(times, parts, earlier_steps)
         starts.append(
-            ScriptStart(
+            _ScriptStart(
                 start.world_size, start.last_step, start.begun, start.ended, missing, start.has_gpu
             )
         )
@@ -192,7 +192,7 @@ def combine_ranks(
     return starts, times
 
 
-def _find_same_start(start: RankStart, candidates: list[RankStart]) -> RankStart | None:
+def _find_same_start(start: _RankStart, candidates: list[_RankStart]) -> _RankStart | None:
     """Return a rank's part of rank 0's start, if any.
 
     Two starts with the same port have the same name; the one nearest in time is returned.
@@ -201,7 +201,7 @@ def _find_same_start(start: RankStart, candidates: list[RankStart]) -> RankStart
     return min(same_name, key=lambda part: abs(part.begun - start.begun), default=None)
 
 
-def _add_windows(times: RankTimes, parts: list[RankStart], earlier_steps: int) -> None:
+def _add_windows(times: RankTimes, parts: list[_RankStart], earlier_steps: int) -> None:
     """Add the windows of rank 0's lines, up to the step that all ranks have reached.
 
     Other ranks write at other steps: the steps within one of their lines count as equally long.
@@ -215,7 +215,7 @@ def _add_windows(times: RankTimes, parts: list[RankStart], earlier_steps: int) -
         times.add(earlier_steps + last, last - first, rows, len(parts))
 
 
-def _interpolate_sums(part: RankStart, edges: list[int]) -> np.ndarray:
+def _interpolate_sums(part: _RankStart, edges: list[int]) -> np.ndarray:
     """Return the rank's seconds by phase from its first step to each edge, (edges, phases)."""
     steps, *sums = zip(*part.rows, strict=True)
     return np.stack([np.interp(edges, steps, column) for column in sums], axis=1)

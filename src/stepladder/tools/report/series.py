@@ -167,7 +167,7 @@ class RankTimes:
         if has_spread:
             spread = self.get_cells(SPREAD)
         else:
-            spread = compute_spread(self.get_cells(ranks))
+            spread = _compute_spread(self.get_cells(ranks))
         names = [*SPREAD, *(f"rank {rank}" for rank in slowest)]
         cells = np.concatenate([spread, self.get_cells(slowest)])
         return names, cells
@@ -231,7 +231,7 @@ def compute_busy_time(cells: np.ndarray) -> np.ndarray:
     return busy_s
 
 
-def compute_spread(cells: np.ndarray) -> np.ndarray:
+def _compute_spread(cells: np.ndarray) -> np.ndarray:
     """Return the minimum, median and maximum over the ranks in each column."""
     has_steps = cells[..., :1] > 0
     known = np.where(has_steps, cells, np.nan)

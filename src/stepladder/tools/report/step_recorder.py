@@ -23,7 +23,7 @@ STEPS_LINE_INTERVAL_S = 1.0
 RANKS_AT_FULL_RATE = 64
 
 
-def json_time() -> float:
+def _json_time() -> float:
     return round(time.time(), 3)
 
 
@@ -77,7 +77,7 @@ class StepRecorder(StepClock):
             {
                 "start": f"{address} {World.detect().restart_count}",
                 "world_size": world_size,
-                "time": json_time(),
+                "time": _json_time(),
                 "host": socket.gethostname(),
                 "gpu": self.has_gpu,
                 "torch": sys.modules["torch"].__version__,
@@ -94,7 +94,7 @@ class StepRecorder(StepClock):
             return
         sums = zip(STEP_KEYS, self.sums, strict=True)
         seconds = {key: round(total, 6) for key, total in sums}
-        self.write({"step": self.steps, "steps": steps, "time": json_time(), **seconds})
+        self.write({"step": self.steps, "steps": steps, "time": _json_time(), **seconds})
         self.written_steps = self.steps
         self.sums = [0.0] * len(STEP_KEYS)
         self.last_write = time.monotonic()

@@ -36,7 +36,7 @@ MAX_OUTPUT_LINES = 20  # shown of a failed job
 
 
 @dataclass(frozen=True)
-class SubmittedRound:
+class _SubmittedRound:
     """A batch job that measures on a number of nodes, and its number."""
 
     job_id: str
@@ -74,30 +74,30 @@ def measure_on_nodes(
         report(line)
     with as_input_error(f"{folder} cannot be made", "cd to a folder that all nodes see"):
         folder.mkdir(mode=0o700)  # the folder will hold the job with its secrets
-    submitted: dict[tuple[int, int], SubmittedRound] = {}
+    submitted: dict[tuple[int, int], _SubmittedRound] = {}
     job_ids: list[str] = []
 
     def run(number: int, size: int) -> Round:
-        return wait_for_round(cluster, subject, submitted[number, size])
+        return _wait_for_round(cluster, subject, submitted[number, size])
 
     try:
-        with interrupt_on_signals():
+        with _interrupt_on_signals():
             for number, size in list_turns(sizes, rounds):
                 dependency = [f"--dependency=afterany:{job_id}" for job_id in job_ids[-1:]]
                 job_dir = folder / f"{size}-{number}"
-                job = make_round_job(subject, base_job, size, job_dir, dependency)
+                job = _make_round_job(subject, base_job, size, job_dir, dependency)
                 job_id = submit(cluster, job)
                 job_ids.append(job_id)
-                submitted[number, size] = SubmittedRound(job_id, job)
+                submitted[number, size] = _SubmittedRound(job_id, job)
             report(f"batch jobs {', '.join(job_ids)}, one after the other")
             results = measure(sizes, rounds, run, report, "node")
     finally:
-        cancel_jobs(cluster, folder.name, job_ids)
+        _cancel_jobs(cluster, folder.name, job_ids)
         shutil.rmtree(folder, ignore_errors=True)
     return [replace(result, nodes=size) for size, result in results.items()]
 
 
-def make_round_job(
+def _make_round_job(
     subject: TimedJob | TimedScript,
     base_job: BatchJob,
     num_nodes: int,
@@ -121,8 +121,8 @@ def make_round_job(
     )
 
 
-def wait_for_round(
-    cluster: Cluster, subject: TimedJob | TimedScript, submitted: SubmittedRound
+def _wait_for_round(
+    cluster: Cluster, subject: TimedJob | TimedScript, submitted: _SubmittedRound
 ) -> Round:
     """Return a batch job's measurement when it has ended; raise InputError if it has failed."""
     status = find_job(cluster, submitted.job_id)
@@ -139,10 +139,10 @@ def wait_for_round(
     try:
         return retry(read, READ_ERRORS, timeout_s, 1.0)
     except READ_ERRORS as error:
-        raise make_job_error(submitted, status.state, error) from error
+        raise _make_job_error(submitted, status.state, error) from error
 
 
-def make_job_error(submitted: SubmittedRound, state: str, error: Exception) -> InputError:
+def _make_job_error(submitted: _SubmittedRound, state: str, error: Exception) -> InputError:
     """Return the InputError that the job has printed; else show the end of its output."""
     output = Path(submitted.job.output)
     lines: list[str] = []
@@ -162,7 +162,7 @@ def make_job_error(submitted: SubmittedRound, state: str, error: Exception) -> I
     )
 
 
-def cancel_jobs(cluster: Cluster, name: str, job_ids: list[str]) -> None:
+def _cancel_jobs(cluster: Cluster, name: str, job_ids: list[str]) -> None:
     """Cancel the jobs that are not over, and wait until they write no more.
 
     They are cancelled by their name, as sbatch may have submitted a job and been interrupted
@@ -180,7 +180,7 @@ def cancel_jobs(cluster: Cluster, name: str, job_ids: list[str]) -> None:
 
 
 @contextmanager
-def interrupt_on_signals() -> Iterator[None]:
+def _interrupt_on_signals() -> Iterator[None]:
     """Let SIGTERM and SIGHUP end the block as Ctrl-C does."""
     with ExitStack() as stack:
         for number in (signal.SIGTERM, signal.SIGHUP):

@@ -243,7 +243,7 @@ class TimedScript:
         if isinstance(outcome, BadInput):
             raise outcome.input_error
         if isinstance(outcome, Failure) and not self._is_measured(folder, nproc):
-            show_log(folder / "log", outcome.rank or 0)
+            _show_log(folder / "log", outcome.rank or 0)
             group.restart_policy.report(outcome)
             command = f"stepladder run --nproc {nproc} {self.script.name}"
             processes = format_count(nproc, "process")
@@ -297,7 +297,7 @@ class TimedScript:
         )
 
 
-def show_log(log_dir: Path, rank: int) -> None:
+def _show_log(log_dir: Path, rank: int) -> None:
     """Print the end of a rank's log to stderr."""
     for file in sorted(log_dir.glob(f"*rank-{rank}.log")):
         lines = file.read_text(errors="replace", encoding="utf-8").splitlines()

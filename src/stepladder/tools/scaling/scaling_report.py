@@ -121,7 +121,7 @@ class Scaling:
         baseline = self.baseline
         sentences = [describe_size(size, baseline, self.parts) for size in self.sizes[1:]]
         if len(self.sizes) > 1:
-            sentences.append(describe_useful_range(self.sizes))
+            sentences.append(_describe_useful_range(self.sizes))
         busy_share = baseline.parts["cores"] / baseline.seconds
         if busy_share > MAX_BUSY_SHARE:
             sentences.append(
@@ -137,7 +137,7 @@ class Scaling:
         return sentences
 
 
-def describe_useful_range(sizes: list[SizeResult]) -> str:
+def _describe_useful_range(sizes: list[SizeResult]) -> str:
     useful, low, high = estimate_useful_range(sizes)
     if useful == MAX_PREDICTED_PROCESSES:
         return (
@@ -158,7 +158,7 @@ def describe_size(
         f"{size.nproc} processes: {size.speedup(baseline):.2f} times as fast as {baseline.nproc},"
         f" efficiency {efficiency:.0%}."
     )
-    shares = sort_by_share(size.lost_shares(baseline))
+    shares = _sort_by_share(size.lost_shares(baseline))
     shares = {name: share for name, share in shares.items() if share > MIN_REPORTED_SHARE}
     if efficiency > IDEAL_EFFICIENCY or not shares:
         return text
@@ -171,7 +171,7 @@ def describe_size(
     )
 
 
-def sort_by_share(shares: dict[str, float]) -> dict[str, float]:
+def _sort_by_share(shares: dict[str, float]) -> dict[str, float]:
     """Return the shares, the largest first."""
     return dict(sorted(shares.items(), key=lambda item: -item[1]))
 
@@ -189,27 +189,27 @@ def make_tables(scaling: Scaling, width: int) -> Iterator[Table]:
         shares = [""] * len(STEP_PARTS)
         if size is not baseline:
             lost_seconds = size.lost_seconds(baseline)
-            shares = [format_share(s / size.seconds) for s in lost_seconds.values()]
-        heading, *cells = make_row(size, baseline)
+            shares = [_format_share(s / size.seconds) for s in lost_seconds.values()]
+        heading, *cells = _make_row(size, baseline)
         columns[heading] = [*cells, *shares, f"{size.launch:.1f}"]
     return make_column_tables(f"{scaling.job}, {scaling.kind}", corner, rows, columns, width)
 
 
-def format_share(share: float) -> str:
+def _format_share(share: float) -> str:
     if math.isnan(share):
         return "-"
     positive_zero = round(share, 2) + 0.0
     return f"{positive_zero:.0%}"
 
 
-def make_row(size: SizeResult, baseline: SizeResult) -> list[str]:
+def _make_row(size: SizeResult, baseline: SizeResult) -> list[str]:
     """Return the cells of COLUMN_NAMES."""
     median, shortest, longest = (
         format_amount(1e3 * seconds)
         for seconds in (size.seconds, min(size.rounds), max(size.rounds))
     )
     return [
-        format_nproc(size),
+        _format_nproc(size),
         median,
         f"{shortest} to {longest}",
         f"{size.speedup(baseline):.2f}",
@@ -256,7 +256,7 @@ def _make_loss_section(scaling: Scaling) -> dict[str, object]:
     last = scaling.sizes[-1]
     rows = [
         [name, format_amount(1e3 * share * last.seconds), f"{share:.0%}", *scaling.parts[name]]
-        for name, share in sort_by_share(last.lost_shares(baseline)).items()
+        for name, share in _sort_by_share(last.lost_shares(baseline)).items()
     ]
     return {
         "figure": draw_bars("where the efficiency went, by part", bars, "", PART_COLOURS),
@@ -270,7 +270,7 @@ def _make_times_section(scaling: Scaling) -> dict[str, object]:
     names = [*COLUMN_NAMES, "s to the first step"]
     rows = []
     for size in scaling.sizes:
-        row = [*make_row(size, scaling.baseline), f"{size.launch:.1f}"]
+        row = [*_make_row(size, scaling.baseline), f"{size.launch:.1f}"]
         if not scaling.is_script:
             row.insert(3, format_amount(size.samples_per_second))
         rows.append(row)
@@ -311,11 +311,11 @@ def _make_step_bars(sizes: list[SizeResult]) -> dict[str, dict[str, float]]:
 
 def _label_size(size: SizeResult) -> str:
     if size.nodes > 1:
-        return format_nproc(size)
+        return _format_nproc(size)
     return format_count(size.nproc, "process")
 
 
-def format_nproc(size: SizeResult) -> str:
+def _format_nproc(size: SizeResult) -> str:
     if size.nodes > 1:
         return f"{size.nproc} on {size.nodes} nodes"
     return str(size.nproc)

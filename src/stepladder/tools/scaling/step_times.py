@@ -24,7 +24,7 @@ from stepladder.train.phases import Phases
 MIN_MEASURED_STEPS = 5
 
 
-class StepTimes(JobListener):
+class _StepTimes(JobListener):
     """Records the seconds of each step of a training, in COLUMNS.
 
     Work between steps (records, snapshots) is not part of a step.
@@ -80,11 +80,11 @@ def time_steps(request: TrainRequest, weak: bool, warmup: int) -> int:
             batch *= world.world_size
         steps = requested_steps
         if training.job.schedule is not None:
-            steps = limit_steps(training.make_spec(steps=None).num_steps, steps, warmup)
+            steps = _limit_steps(training.make_spec(steps=None).num_steps, steps, warmup)
         settings = replace(training.settings, steps=steps, global_batch=None, epochs=None)
         # An epoch has at least one step, so these epochs are enough.
         recipe = training.recipe.with_sizes(global_batch=batch, epochs=requested_steps)
-        listener = StepTimes(training.comm.phases)
+        listener = _StepTimes(training.comm.phases)
         if replace(training, settings=settings, recipe=recipe).fit(listener).stopped:
             return STOPPED
         rows = training.comm.gather_bytes(np.array(listener.rows).tobytes())
@@ -96,7 +96,7 @@ def time_steps(request: TrainRequest, weak: bool, warmup: int) -> int:
     return DONE
 
 
-def limit_steps(schedule_steps: int, requested_steps: int, warmup: int) -> int:
+def _limit_steps(schedule_steps: int, requested_steps: int, warmup: int) -> int:
     """Return the requested steps, or the schedule's if fewer; raise InputError for too few."""
     if schedule_steps < min(requested_steps, warmup + MIN_MEASURED_STEPS):
         hint = "a larger default for epochs in the Config"

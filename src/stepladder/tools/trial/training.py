@@ -18,7 +18,7 @@ from stepladder.train.trainer import Trainer
 
 
 @dataclass(frozen=True)
-class Training:
+class _Training:
     """A job on this rank, which a tool may change before it trains it."""
 
     job: Job
@@ -38,8 +38,8 @@ class Training:
 
 
 @contextmanager
-def open_training(request: TrainRequest) -> Iterator[Training]:
+def open_training(request: TrainRequest) -> Iterator[_Training]:
     """Join the process group for the block, and build the job without its evaluations."""
     with join_process_group(request) as (build, recipe, comm):
         job = replace(build(), eval_data=None, best=None)
-        yield Training(job, request.settings, recipe, comm)
+        yield _Training(job, request.settings, recipe, comm)

@@ -92,14 +92,14 @@ def find_likely_cause(symptoms: Symptoms) -> str:
     return NO_KNOWN_CAUSE
 
 
-def find_thread_counts(symptoms: Symptoms) -> str:
+def _find_thread_counts(symptoms: Symptoms) -> str:
     if not symptoms.differs("threads"):
         return ""
     counts = {result.threads for result in symptoms.results}
     return " and ".join(map(str, sorted(counts)))
 
 
-def find_loss_counts(symptoms: Symptoms) -> str:
+def _find_loss_counts(symptoms: Symptoms) -> str:
     """Return the counts that the loss gives for one batch, if ranks do not agree on them."""
     counts = {count for _, count in (result.loss for result in symptoms.results)}
     if len(counts) < 2:
@@ -107,26 +107,26 @@ def find_loss_counts(symptoms: Symptoms) -> str:
     return " and ".join(f"{count:g}" for count in sorted(counts))
 
 
-def find_changed_buffers(symptoms: Symptoms) -> str:
+def _find_changed_buffers(symptoms: Symptoms) -> str:
     if symptoms.difference.kind != "buffer":
         return ""
     return ", ".join(symptoms.results[0].changed_buffers)
 
 
-def has_other_initial_weights(symptoms: Symptoms) -> bool:
+def _has_other_initial_weights(symptoms: Symptoms) -> bool:
     difference = symptoms.difference
     return difference.step == 0 and difference.kind in ("parameter", "buffer")
 
 
-def has_other_data(symptoms: Symptoms) -> bool:
+def _has_other_data(symptoms: Symptoms) -> bool:
     return symptoms.differs("batch_hash") or symptoms.differs("num_samples")
 
 
-def is_loss_stateful(symptoms: Symptoms) -> bool:
+def _is_loss_stateful(symptoms: Symptoms) -> bool:
     return any(result.rerun_loss != result.loss for result in symptoms.results)
 
 
-def is_loss_not_additive(symptoms: Symptoms) -> bool:
+def _is_loss_not_additive(symptoms: Symptoms) -> bool:
     """Return whether the loss of a batch differs from that of its parts together."""
     result = symptoms.results[0]
     if symptoms.is_exact or not result.eval_part_losses:
@@ -143,7 +143,7 @@ def is_loss_not_additive(symptoms: Symptoms) -> bool:
     return bool(abs(mean - parts_mean) > rounding)
 
 
-def is_amplified_rounding(symptoms: Symptoms) -> bool:
+def _is_amplified_rounding(symptoms: Symptoms) -> bool:
     difference = symptoms.difference
     relative = difference.relative or 1
     return not symptoms.is_exact and difference.step > 1 and relative < ROUNDING_LIMIT
@@ -152,21 +152,21 @@ def is_amplified_rounding(symptoms: Symptoms) -> bool:
 # A function that returns the evidence for a cause, and the cause, with {} for the evidence.
 CAUSES: tuple[tuple[Callable[[Symptoms], Any], str], ...] = (
     (
-        find_thread_counts,
+        _find_thread_counts,
         "another thread count: ranks compute with {} threads; leave torch.set_num_threads to"
         " --threads",
     ),
     (
-        has_other_initial_weights,
+        _has_other_initial_weights,
         "weights initialised by the rank or the number of processes: seed them by --seed alone",
     ),
     (
-        has_other_data,
+        _has_other_data,
         "a rank-seeded random number in the data: build makes other data by rank or number of"
         " processes",
     ),
     (
-        find_loss_counts,
+        _find_loss_counts,
         "a mean of means: for one batch the loss counts {}, by the number of processes",
     ),
     (
@@ -175,16 +175,16 @@ CAUSES: tuple[tuple[Callable[[Symptoms], Any], str], ...] = (
         " ranks or numbers of processes",
     ),
     (
-        find_changed_buffers,
+        _find_changed_buffers,
         "a buffer that forward changes ({}), from what one rank alone has computed",
     ),
     (
-        is_loss_stateful,
+        _is_loss_stateful,
         "state kept from one call of the loss to the next: a random generator of the job's own, a"
         " counter or a buffer; draw from torch's default generator, which is seeded for each pass",
     ),
     (
-        is_loss_not_additive,
+        _is_loss_not_additive,
         "a mean of means: the loss of a batch is not the sum over its parts; return the sum and"
         " what it counts (or the loss relates samples of a batch to each other: --microbatch)",
     ),
@@ -203,7 +203,7 @@ CAUSES: tuple[tuple[Callable[[Symptoms], Any], str], ...] = (
         " state",
     ),
     (
-        is_amplified_rounding,
+        _is_amplified_rounding,
         "rounding that training has amplified, if the steps before agree; with --sync exact there"
         " is none",
     ),
@@ -217,22 +217,22 @@ def write_probe_result(request: TrainRequest, folder: Path) -> int:
         torch.set_num_threads(spec.threads)
         training.job.model.to(training.comm.device)
         training.comm.broadcast_model(training.job.model)
-        result = Probe(training.job, spec).run()
-    path = probe_file(folder, training.comm.world.rank)
+        result = _Probe(training.job, spec).run()
+    path = _probe_file(folder, training.comm.world.rank)
     path.write_text(json.dumps(asdict(result)), encoding="utf-8")
     return 0
 
 
 def read_probe_results(folder: Path, nproc: int) -> list[ProbeResult]:
-    paths = [probe_file(folder, rank) for rank in range(nproc)]
+    paths = [_probe_file(folder, rank) for rank in range(nproc)]
     return [ProbeResult(**json.loads(path.read_bytes())) for path in paths]
 
 
-def probe_file(folder: Path, rank: int) -> Path:
+def _probe_file(folder: Path, rank: int) -> Path:
     return folder / f"{rank}.json"
 
 
-class Probe:
+class _Probe:
     """Computes the loss of the first batch in several ways, with equal weights, data and seeds."""
 
     def __init__(self, job: Job, spec: RunSpec) -> None:

@@ -103,10 +103,10 @@ def prove(
     settings = replace(settings, steps=None, threads=settings.threads or 1)
     request = TrainRequest(job_file, config, settings)
     with temporary_folder() as folder:
-        return Comparison(folder, request, steps, report).run(sizes)
+        return _Comparison(folder, request, steps, report).run(sizes)
 
 
-class Comparison:
+class _Comparison:
     """Compares trainings with the first one, the reference, and deletes those that are equal."""
 
     def __init__(
@@ -132,7 +132,7 @@ class Comparison:
                 difference = self.compare(reference, [size])
                 if difference is not None:
                     break
-            resume_sizes = make_resume_sizes(sizes, reference.steps)
+            resume_sizes = _make_resume_sizes(sizes, reference.steps)
             if difference is None and len(resume_sizes) > 1:
                 difference = self.compare(reference, resume_sizes)
                 resumed = [list(pair) for pair in pairwise(resume_sizes)]
@@ -218,7 +218,7 @@ class Comparison:
             return read_probe_results(Path(folder), size)
 
 
-def make_resume_sizes(sizes: list[int], steps: int) -> list[int]:
+def _make_resume_sizes(sizes: list[int], steps: int) -> list[int]:
     """Return the sizes of the resumed training, the last one first and at most one a step."""
     if len(sizes) == 1:
         return (sizes * 2)[:steps]
@@ -229,7 +229,7 @@ def describe_proof(proof: Proof, exact: bool) -> str:
     """Return the result as one sentence."""
     difference = proof.difference
     if difference is None:
-        return f"equal: {describe_equality(proof, exact)}"
+        return f"equal: {_describe_equality(proof, exact)}"
     name = difference.tensor
     if not name.startswith(difference.kind):
         name = f"{difference.kind} {name}"
@@ -238,12 +238,12 @@ def describe_proof(proof: Proof, exact: bool) -> str:
     if difference.relative is not None:
         amount = f", by {difference.relative:.1e} relative"
     return (
-        f"different: {name} {time}, {format_sizes(difference.sizes)}{amount}."
+        f"different: {name} {time}, {_format_sizes(difference.sizes)}{amount}."
         f" Likely cause: {difference.cause}"
     )
 
 
-def describe_equality(proof: Proof, exact: bool) -> str:
+def _describe_equality(proof: Proof, exact: bool) -> str:
     if exact:
         compared = "every bit of every loss and weight"
     else:
@@ -253,13 +253,13 @@ def describe_equality(proof: Proof, exact: bool) -> str:
     if proof.resumed:
         chain = [size for size, _ in proof.resumed] + [proof.resumed[-1][1]]
         resumed = f", resumed {' > '.join(map(str, chain))}"
-    return f"{compared}, in {proof.steps} steps {format_sizes(proof.sizes)}{resumed}"
+    return f"{compared}, in {proof.steps} steps {_format_sizes(proof.sizes)}{resumed}"
 
 
-def format_sizes(sizes: list[int]) -> str:
+def _format_sizes(sizes: list[int]) -> str:
     """Return "on 1, 2 and 3 processes"; one number twice means two runs."""
     if len(sizes) == 2 and sizes[0] == sizes[1]:
-        return f"in two runs {format_sizes(sizes[:1])}"
+        return f"in two runs {_format_sizes(sizes[:1])}"
     *first_sizes, last_size = map(str, sizes)
     text = f"{', '.join(first_sizes)} and {last_size}" if first_sizes else last_size
     return f"on {text} process{'' if sizes == [1] else 'es'}"

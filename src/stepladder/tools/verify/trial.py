@@ -116,7 +116,7 @@ def train_part(
         spec = training.make_spec()
         steps = choose_num_steps(spec.plan, spec.num_steps, requested_steps)
         if training.comm.world.is_first:
-            content = {"steps": steps, "tensors": hash_tensors(training.job.model)}
+            content = {"steps": steps, "tensors": _hash_tensors(training.job.model)}
             run_dir.mkdir(parents=True, exist_ok=True)
             (run_dir / TRIAL_FILE).write_text(json.dumps(content), encoding="utf-8")
         settings = replace(request.settings, steps=compute_last_step(steps, part, num_parts))
@@ -153,7 +153,7 @@ def compute_last_step(steps: int, part: int, num_parts: int) -> int:
     return max(part, steps * part // num_parts)
 
 
-def hash_tensors(model: torch.nn.Module) -> dict[str, list[str]]:
+def _hash_tensors(model: torch.nn.Module) -> dict[str, list[str]]:
     """Return the kind and a hash of each tensor of a snapshot, in registration order."""
     params = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     return {
@@ -182,7 +182,7 @@ def find_first_difference(first: Trial, second: Trial, tolerance: float) -> Diff
         loss = torch.tensor(losses[step], dtype=torch.float64)
         second_loss = torch.tensor(second_losses[step], dtype=torch.float64)
         sizes = [first.size_at(step), second.size_at(step)]
-        relative = measure_distance(loss, second_loss)
+        relative = _measure_distance(loss, second_loss)
         if not relative <= tolerance:  # NaN differs
             return Difference(step, "loss", "loss", sizes, relative=relative)
         values = compare_snapshots(snapshots[step], second_snapshots[step], tolerance, kinds)
@@ -193,7 +193,7 @@ def find_first_difference(first: Trial, second: Trial, tolerance: float) -> Diff
 
 
 @dataclass(frozen=True)
-class DifferingTensor:
+class _DifferingTensor:
     """A value of two snapshots that differs: a tensor, or a setting of the optimizer."""
 
     kind: str
@@ -204,16 +204,16 @@ class DifferingTensor:
 
 
 @dataclass(frozen=True)
-class SnapshotComparison:
+class _SnapshotComparison:
     """What differs in two snapshots, and the tensors whose difference means nothing."""
 
-    differing: list[DifferingTensor]
+    differing: list[_DifferingTensor]
     of_zero_gradient: list[str]
 
 
 def compare_snapshots(
     first_path: Path, second_path: Path, tolerance: float, kinds: dict[str, str] | None = None
-) -> SnapshotComparison:
+) -> _SnapshotComparison:
     """Compare the tensors and the optimizer's state of two snapshots.
 
     The gradient of a bias before batch norm is zero but for rounding, so that its sign is chance,
@@ -228,14 +228,14 @@ def compare_snapshots(
     first = read_snapshot(first_path)
     second = read_snapshot(second_path)
     differing = []
-    for kind, name, a, b in pair_values(first, second, kinds):
-        relative = measure_distance(a, b)
+    for kind, name, a, b in _pair_values(first, second, kinds):
+        relative = _measure_distance(a, b)
         if not relative <= WEIGHT_TOLERANCE_FACTOR * tolerance:  # NaN differs
-            differing.append(DifferingTensor(kind, name, a, b, relative))
+            differing.append(_DifferingTensor(kind, name, a, b, relative))
     if not tolerance:
-        return SnapshotComparison(differing, [])
-    params = find_zero_gradients(first.state()["optimizer"])
-    params &= find_zero_gradients(second.state()["optimizer"])
+        return _SnapshotComparison(differing, [])
+    params = _find_zero_gradients(first.state()["optimizer"])
+    params &= _find_zero_gradients(second.state()["optimizer"])
     states = {
         f"{name} of parameter {index}": state[name].shape
         for index, state in first.state()["optimizer"]["state"].items()
@@ -249,11 +249,11 @@ def compare_snapshots(
         if value.kind != "optimizer":
             is_of_zero_gradient = isinstance(value.first, Tensor) and value.first.shape in shapes
         if not is_of_zero_gradient:
-            return SnapshotComparison(differing, [])
-    return SnapshotComparison([], [value.name for value in differing])
+            return _SnapshotComparison(differing, [])
+    return _SnapshotComparison([], [value.name for value in differing])
 
 
-def find_zero_gradients(optimizer: dict[str, Any]) -> set[int]:
+def _find_zero_gradients(optimizer: dict[str, Any]) -> set[int]:
     """Return the parameters whose mean gradient is zero but for rounding, by their index."""
     sizes: dict[int, float] = {}
     for index, state in optimizer["state"].items():
@@ -264,7 +264,7 @@ def find_zero_gradients(optimizer: dict[str, Any]) -> set[int]:
     return {index for index, size in sizes.items() if size <= ZERO_GRADIENT_SHARE * largest}
 
 
-def pair_values(
+def _pair_values(
     first: Snapshot, second: Snapshot, kinds: dict[str, str] | None
 ) -> Iterator[tuple[str, str, Any, Any]]:
     """Yield (kind, name, value, value) of the tensors and the optimizer's state of two snapshots.
@@ -278,10 +278,10 @@ def pair_values(
     for name, kind in kinds.items():
         if name in tensors and name in second_tensors:  # a tied weight is stored once
             yield kind, name, tensors[name], second_tensors[name]
-    yield from pair_optimizer_values(first.state()["optimizer"], second.state()["optimizer"])
+    yield from _pair_optimizer_values(first.state()["optimizer"], second.state()["optimizer"])
 
 
-def pair_optimizer_values(
+def _pair_optimizer_values(
     first: dict[str, Any], second: dict[str, Any]
 ) -> Iterator[tuple[str, str, Any, Any]]:
     """Yield (kind, name, value, value) of the state and the settings of two optimizers."""
@@ -295,7 +295,7 @@ def pair_optimizer_values(
             yield "optimizer", f"{name} of group {index}", value, second_group.get(name)
 
 
-def measure_distance(a: Any, b: Any) -> float:
+def _measure_distance(a: Any, b: Any) -> float:
     """Return the norm of the difference over the larger norm: 0 for equal bits.
 
     Values that cannot be subtracted have the distance infinity.

@@ -27,7 +27,7 @@ State = dict[str, Any]  # an optimizer's state of one parameter, by name
 NO_GRAD = torch.no_grad()
 
 
-class FlatGroup:
+class _FlatGroup:
     """The parameters of one group of the optimizer, as views of one vector with its own gradient.
 
     Each view begins at a multiple of ALIGNMENT, since kernels round by where a tensor begins.
@@ -35,7 +35,7 @@ class FlatGroup:
 
     def __init__(self, group: dict[str, Any]) -> None:
         self.params = [param for param in group["params"] if param.requires_grad]
-        self.sizes = [round_up(param.numel()) for param in self.params]
+        self.sizes = [_round_up(param.numel()) for param in self.params]
         self.vector = self.params[0].detach().new_zeros(sum(self.sizes))
         self.vector.grad = torch.zeros_like(self.vector)
         self.grad_parts = self.split(self.vector.grad)
@@ -112,7 +112,7 @@ class Flat(StateLayout):
 
     def __init__(self, job: Job, comm: Comm) -> None:
         super().__init__(job, comm)
-        self.groups = [FlatGroup(group) for group in self.optimizer.param_groups]
+        self.groups = [_FlatGroup(group) for group in self.optimizer.param_groups]
         self.bare_step = BareStep(self.optimizer)
         self.state: Any = defaultdict(dict)  # of the vectors
         self.shown_values: list[Any] = []  # the tensors of which the optimizer has views
@@ -124,7 +124,7 @@ class Flat(StateLayout):
         """Return this class if it helps and gives the same bits."""
         scales_loss = settings.precision == "fp16"
         return (
-            cls if not scales_loss and is_flattenable(job.optimizer, comm.device) else StateLayout
+            cls if not scales_loss and _is_flattenable(job.optimizer, comm.device) else StateLayout
         )
 
     def adopt_state(self) -> None:
@@ -177,10 +177,10 @@ class Flat(StateLayout):
         has_same_groups = len(self.optimizer.param_groups) == len(self.groups)
         if not has_same_groups or self.bare_step.is_observed:
             return False
-        return all(map(FlatGroup.copy_gradients, self.groups))
+        return all(map(_FlatGroup.copy_gradients, self.groups))
 
 
-def is_flattenable(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
+def _is_flattenable(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
     """Return whether steps of vectors help and give the bits of steps of each parameter."""
     kind = type(optimizer)
     if (
@@ -201,13 +201,13 @@ def is_flattenable(optimizer: torch.optim.Optimizer, device: torch.device) -> bo
     if not all(params_by_group) or len(params) == len(params_by_group):
         return False
     for group in params_by_group:
-        if not all(can_be_flat(param, group[0].dtype) for param in group):
+        if not all(_can_be_flat(param, group[0].dtype) for param in group):
             return False
     size: int = sum(param.numel() * param.element_size() for param in params)
     return size <= FIRST_BUCKET_BYTES
 
 
-def can_be_flat(param: torch.nn.Parameter, dtype: torch.dtype) -> bool:
+def _can_be_flat(param: torch.nn.Parameter, dtype: torch.dtype) -> bool:
     """Return whether a parameter can be a view of a vector of this type."""
     # The end of a tensor of a half-precision type is rounded differently than a vector's elements.
     has_right_type = param.dtype == dtype and dtype in (torch.float32, torch.float64)
@@ -215,6 +215,6 @@ def can_be_flat(param: torch.nn.Parameter, dtype: torch.dtype) -> bool:
     return has_right_type and is_dense and param.numel() > 0 and param.ndim > 0
 
 
-def round_up(size: int) -> int:
+def _round_up(size: int) -> int:
     """Return the next multiple of ALIGNMENT."""
     return -(-size // ALIGNMENT) * ALIGNMENT

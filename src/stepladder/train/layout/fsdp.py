@@ -109,9 +109,9 @@ class FullyShardedLayout(StateLayout):
             module.set_force_sum_reduction_for_comms(True)
             if self.comm.device.type == "cpu":
                 block = path or OUTSIDE_BLOCKS
-                gather: Any = BlockAllGather(self.comm, block)
+                gather: Any = _BlockAllGather(self.comm, block)
                 module.set_custom_all_gather(gather)
-                reduce: Any = BlockReduceScatter(self.comm, block)
+                reduce: Any = _BlockReduceScatter(self.comm, block)
                 module.set_custom_reduce_scatter(reduce)
 
     @staticmethod
@@ -211,7 +211,7 @@ class FullyShardedLayout(StateLayout):
                 yield number, self.optimizer.state[param]
 
 
-class BlockAllGather:
+class _BlockAllGather:
     """fully_shard's all-gather on CPUs, through shared memory if the ranks share memory.
 
     gloo's all-gather needs a second tensor as large as the result, and frees it late: with 4 ranks
@@ -238,7 +238,7 @@ class BlockAllGather:
             return GLOO[self.name](output_tensor, input_tensor, group=group, **options)
 
 
-class BlockReduceScatter(BlockAllGather):
+class _BlockReduceScatter(_BlockAllGather):
     """fully_shard's reduce-scatter on CPUs."""
 
     name = "reduce_scatter"

@@ -26,7 +26,7 @@ from stepladder.train.sync.base import Sync
 from stepladder.train.sync.fully_sharded import FullyShardedExactSync
 
 
-class Cut(NamedTuple):
+class _Cut(NamedTuple):
     """Elements [lo, hi) of a rank's rows, at index `before` of a tensor of `size` elements."""
 
     lo: int
@@ -35,7 +35,7 @@ class Cut(NamedTuple):
     size: int
 
 
-class AlignedRows:
+class _AlignedRows:
     """A rank's rows of one weight, cut where vectors begin and end in the complete weight.
 
     A processor computes in vectors, and the elements after the last full vector one by one, which a
@@ -45,7 +45,7 @@ class AlignedRows:
 
     def __init__(self, param: Any) -> None:
         self.param = param
-        self.cuts = make_cuts(param)
+        self.cuts = _make_cuts(param)
         # Flat tensors with gradients: the rows between the ends, then the padded ends.
         self.parts = self.cut(get_local_slice(param).values)
         if param.grad is not None:
@@ -74,7 +74,7 @@ class AlignedRows:
                 target.copy_(stepped)
 
 
-def make_cuts(param: Any) -> list[Cut]:
+def _make_cuts(param: Any) -> list[_Cut]:
     """Return the cut between the ends of a rank's rows, then a cut for each end that exists."""
     rows = get_local_slice(param)
     count = param.numel()
@@ -82,12 +82,12 @@ def make_cuts(param: Any) -> list[Cut]:
     hi = lo + rows.values.numel()
     first = min(-(-lo // ALIGNMENT) * ALIGNMENT, hi)
     last = hi if hi == count else max(first, hi // ALIGNMENT * ALIGNMENT)
-    cuts = [Cut(first - lo, last - lo, 0, last - first)]
+    cuts = [_Cut(first - lo, last - lo, 0, last - first)]
     for begin, end in ((lo, first), (last, hi)):
         if begin < end:
             start = begin // ALIGNMENT * ALIGNMENT
             size = min(ALIGNMENT, count - start)
-            cuts.append(Cut(begin - lo, end - lo, begin - start, size))
+            cuts.append(_Cut(begin - lo, end - lo, begin - start, size))
     return cuts
 
 
@@ -112,7 +112,7 @@ class FullyShardedExactLayout(FullyShardedLayout):
         validate_unhooked(self.model)
         distributed_state = self.optimizer.state
         pieces_by_group = [
-            [AlignedRows(param) for param in group["params"]]
+            [_AlignedRows(param) for param in group["params"]]
             for group in self.optimizer.param_groups
         ]
         pieces = [piece for group_pieces in pieces_by_group for piece in group_pieces]
@@ -123,7 +123,7 @@ class FullyShardedExactLayout(FullyShardedLayout):
                     values = piece.cut(value.to_local())
                 else:
                     # Each part has its own count of steps: a fused step adds to all of them.
-                    values = [copy_value(value) for _ in piece.parts]
+                    values = [_copy_value(value) for _ in piece.parts]
                 for part, part_value in zip(piece.parts, values, strict=True):
                     state[part][name] = part_value
         parts_by_group = [
@@ -135,7 +135,7 @@ class FullyShardedExactLayout(FullyShardedLayout):
         for piece in pieces:  # one weight after the other, which takes less memory
             self._store(piece, [state.pop(part, {}) for part in piece.parts])
 
-    def _store(self, piece: AlignedRows, states: list[dict[str, Any]]) -> None:
+    def _store(self, piece: _AlignedRows, states: list[dict[str, Any]]) -> None:
         """Store the stepped values of a weight, and the state of each of its parts."""
         values = get_local_slice(piece.param).values
         piece.store(piece.parts, values)
@@ -175,6 +175,6 @@ class FullyShardedExactLayout(FullyShardedLayout):
         return norm
 
 
-def copy_value(value: Any) -> Any:
+def _copy_value(value: Any) -> Any:
     """Copy a value; deepcopy cannot copy the fake tensors of a dry run."""
     return value.clone() if isinstance(value, Tensor) else deepcopy(value)

@@ -47,7 +47,7 @@ class ShardBucket:
         self.pieces_by_rank = pieces
         self.own_pieces = pieces[rank]
         self.peer_pieces = [(peer, pieces[peer]) for peer in range(len(pieces)) if peer != rank]
-        self.width = max(count_elements(rank_pieces) for rank_pieces in pieces)
+        self.width = max(_count_elements(rank_pieces) for rank_pieces in pieces)
         self.like = next(rank_pieces[0].values for rank_pieces in pieces if rank_pieces)
 
     def gather(self, comm: Comm, sent: Tensor, gathered: Tensor) -> None:
@@ -57,11 +57,11 @@ class ShardBucket:
             return
         sent = sent[: self.width]
         gathered = gathered[: self.width * ranks]
-        pack_pieces(self.own_pieces, sent)
+        _pack_pieces(self.own_pieces, sent)
         comm.all_gather(gathered, sent).wait()
         rows = gathered.view(ranks, self.width)
         for peer, pieces in self.peer_pieces:
-            unpack_pieces(rows[peer], pieces)
+            _unpack_pieces(rows[peer], pieces)
 
 
 def slices_of_rank(rank: int, ranks: int, copies: int) -> list[int]:
@@ -100,8 +100,8 @@ def partition(
         values = param.detach()
         if param in cuttable:
             for rank in range(ranks):
-                lo = align_cut(edges[rank] - begin, count)
-                hi = align_cut(edges[rank + 1] - begin, count)
+                lo = _align_cut(edges[rank] - begin, count)
+                hi = _align_cut(edges[rank + 1] - begin, count)
                 if lo < hi:
                     part = values if hi - lo == count else values.view(-1)[lo:hi]
                     pieces[rank].append(ShardPiece(numbers[param], param, lo, hi, part))
@@ -113,7 +113,7 @@ def partition(
     return pieces
 
 
-def align_cut(edge: int, count: int) -> int:
+def _align_cut(edge: int, count: int) -> int:
     """Return the nearest index at or below `edge` where a parameter of `count` elements is cut.
 
     A processor computes in vectors, and the elements after the last full vector one by one, which a
@@ -122,25 +122,25 @@ def align_cut(edge: int, count: int) -> int:
     return max(0, edge) // ALIGNMENT * ALIGNMENT if edge < count else count
 
 
-def count_elements(pieces: list[ShardPiece]) -> int:
+def _count_elements(pieces: list[ShardPiece]) -> int:
     return sum(piece.values.numel() for piece in pieces)
 
 
-def pack_pieces(pieces: list[ShardPiece], flat: Tensor) -> None:
+def _pack_pieces(pieces: list[ShardPiece], flat: Tensor) -> None:
     """Copy the pieces into a flat vector, one after the other."""
     if pieces:
         values = [piece.values for piece in pieces]
-        torch._foreach_copy_(split_like(flat, values), values)
+        torch._foreach_copy_(_split_like(flat, values), values)
 
 
-def unpack_pieces(flat: Tensor, pieces: list[ShardPiece]) -> None:
+def _unpack_pieces(flat: Tensor, pieces: list[ShardPiece]) -> None:
     """Copy a flat vector into the pieces that lie in it one after the other."""
     if pieces:
         values = [piece.values for piece in pieces]
-        torch._foreach_copy_(values, split_like(flat, values))
+        torch._foreach_copy_(values, _split_like(flat, values))
 
 
-def split_like(flat: Tensor, tensors: list[Tensor]) -> list[Tensor]:
+def _split_like(flat: Tensor, tensors: list[Tensor]) -> list[Tensor]:
     """Return views of a flat vector, one after the other, in the shapes of the tensors."""
     sizes = [tensor.numel() for tensor in tensors]
     parts = flat[: sum(sizes)].split(sizes)

@@ -32,7 +32,7 @@ NO_GROUP = (-1, -1, -1)
 HELD_GROUPS = struct.Struct("6q")
 
 
-class StepRecord(NamedTuple):
+class _StepRecord(NamedTuple):
     """What a rank needs to take a step that another rank has taken.
 
     Args:
@@ -66,7 +66,7 @@ class Replicated(Zero1):
             for piece in self.optimizer_slices.pieces_of_slice(index)
         }
         # The step that this rank has taken and whose weights are not gathered yet.
-        self.unfinished_step: StepRecord | None = None
+        self.unfinished_step: _StepRecord | None = None
 
     @classmethod
     def choose(cls, settings: Settings, job: Job, comm: Comm) -> type[StateLayout]:
@@ -80,7 +80,7 @@ class Replicated(Zero1):
         is_stepped = super().step(scaler)
         rates = read_rates(self.optimizer)
         gradients = [param.grad for param in self.optimizer_slices.params]
-        self.unfinished_step = StepRecord(is_stepped, rates, gradients)
+        self.unfinished_step = _StepRecord(is_stepped, rates, gradients)
         return is_stepped
 
     def interrupt_step(self) -> None:
@@ -140,7 +140,7 @@ class Replicated(Zero1):
 
         A rank that joins has none: it gets the stepped slices from the others.
         """
-        self.unfinished_step = None if step is None else StepRecord(*step)
+        self.unfinished_step = None if step is None else _StepRecord(*step)
         record = self.unfinished_step
         if record is not None and record.stepped and self.slices_by_group:
             newest = self.slices_by_group[max(self.slices_by_group)]
@@ -171,7 +171,7 @@ class Replicated(Zero1):
         for index, sender in enumerate(senders):
             message = None
             if old is not None and sender == self.comm.world.rank:
-                pieces = [pack_piece(old, piece) for piece in old.pieces_of_slice(index)]
+                pieces = [_pack_piece(old, piece) for piece in old.pieces_of_slice(index)]
                 message = [pieces, old.frozen]
             pieces, frozen = broadcast_state(self.comm, message, sender, needed=True)
             for fields in pieces:
@@ -219,7 +219,7 @@ class Replicated(Zero1):
                 if isinstance(value, Tensor) and value.shape == values.shape:
                     if name not in new_state:
                         new_state[name] = torch.empty_like(piece.values, dtype=value.dtype)
-                    copy_overlap(new_state[name], piece, value, lo, hi)
+                    _copy_overlap(new_state[name], piece, value, lo, hi)
                 else:
                     new_state[name] = self._copy_scalar(param, name, value)
 
@@ -238,13 +238,13 @@ class Replicated(Zero1):
         raise KeyError("the optimizer has no such parameter")
 
 
-def pack_piece(slices: OptimizerSlices, piece: ShardPiece) -> list[Any]:
+def _pack_piece(slices: OptimizerSlices, piece: ShardPiece) -> list[Any]:
     """Return a piece for other ranks: the parameter's number, the elements, values and state."""
     state = dict(slices.state.get(piece.values, {}))
     return [piece.number, piece.lo, piece.hi, piece.values, state]
 
 
-def copy_overlap(target: Tensor, piece: ShardPiece, value: Tensor, lo: int, hi: int) -> None:
+def _copy_overlap(target: Tensor, piece: ShardPiece, value: Tensor, lo: int, hi: int) -> None:
     """Copy elements [lo, hi) of a parameter's state into what a piece has of them."""
     if target.shape == value.shape and (lo, hi) == (piece.lo, piece.hi):
         target.copy_(value)  # also where its strides are not contiguous, as of channels_last

@@ -108,7 +108,7 @@ class SafeLogger:
             return None
 
 
-def validate_installed(name: str) -> None:
+def _validate_installed(name: str) -> None:
     """Raise InputError if the package of an extra is not installed."""
     spec = find_spec(name)
     # Without an origin it is just a folder of that name, as W&B leaves them.
@@ -124,7 +124,7 @@ class Wandb:
     @staticmethod
     def validate() -> None:
         """Raise InputError if wandb would ask who the user is, while all ranks wait for it."""
-        validate_installed("wandb")
+        _validate_installed("wandb")
         import wandb
 
         wandb.setup(wandb.Settings(silent=True))
@@ -166,7 +166,7 @@ class Wandb:
 class Mlflow:
     """A run of MLflow, on the server MLFLOW_TRACKING_URI, in MLFLOW_EXPERIMENT_NAME."""
 
-    validate = staticmethod(partial(validate_installed, "mlflow"))
+    validate = staticmethod(partial(_validate_installed, "mlflow"))
 
     def __init__(self, state: dict[str, Any], run_dir: Path, config: dict[str, Any]) -> None:
         for name, value in MLFLOW_TIMEOUTS.items():
@@ -279,7 +279,7 @@ def open_loggers(
 
     makers: dict[str, Callable[[], Logger]] = {}
     for number, logger in enumerate(user_loggers):
-        makers[f"{type(logger).__name__}-{number}"] = partial(return_logger, logger)
+        makers[f"{type(logger).__name__}-{number}"] = partial(_return_logger, logger)
     for name in names:
         makers[name] = partial(
             load_plugin(LOGGER_GROUP, name, "--log-to"),
@@ -294,6 +294,6 @@ def open_loggers(
     return loggers
 
 
-def return_logger(logger: Logger) -> Logger:
+def _return_logger(logger: Logger) -> Logger:
     """Return a logger that exists already."""
     return logger

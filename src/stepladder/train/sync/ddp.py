@@ -45,7 +45,7 @@ def copy_gradients(targets: list[Tensor], grads: list[Tensor]) -> None:
         torch._foreach_copy_(targets, [grad.to_dense() for grad in grads])
 
 
-class Bucket:
+class _Bucket:
     """The gradients of some parameters, as views of one flat tensor that one all-reduce adds."""
 
     def __init__(self, params: list[nn.Parameter], comm: Comm) -> None:
@@ -118,7 +118,7 @@ class BucketedSync(Sync):
 
     def __init__(self, model: nn.Module, comm: Comm, extra_size: int = 0) -> None:
         super().__init__(model, comm, extra_size)
-        self.buckets = [Bucket(params, comm) for params in make_fixed_buckets(self.params)]
+        self.buckets = [_Bucket(params, comm) for params in make_fixed_buckets(self.params)]
         self.bucket_and_index = {
             param: (bucket, index)
             for bucket in self.buckets

@@ -85,7 +85,7 @@ class FullyShardedSync(Sync):
                 torch._foreach_div_(grads, count)
 
 
-class RowTree:
+class _RowTree:
     """The reduce-scatter of one block for fully_shard, which adds in the tree of `exact`.
 
     Args:
@@ -159,11 +159,11 @@ class RowTree:
 
 
 class FullyShardedExactSync(FullyShardedSync):
-    """Adds the gradients of each block by a RowTree. All ranks make equally many passes."""
+    """Adds the gradients of each block by a _RowTree. All ranks make equally many passes."""
 
     def __init__(self, model: nn.Module, comm: Comm, extra_size: int = 0) -> None:
         super().__init__(model, comm)
-        self.trees = list(make_row_trees(model, comm))
+        self.trees = list(_make_row_trees(model, comm))
         self.total = 0  # microbatches of the step
         self.extras: list[Tensor] = []  # of this rank's microbatches
 
@@ -205,7 +205,7 @@ class FullyShardedExactSync(FullyShardedSync):
                 param.grad.to_local().div_(count)  # type: ignore[attr-defined]
 
 
-def make_row_trees(model: nn.Module, comm: Comm) -> Iterator[RowTree]:
+def _make_row_trees(model: nn.Module, comm: Comm) -> Iterator[_RowTree]:
     """Make a tree for each module that fully_shard gathers.
 
     Each module's reduce-scatter is replaced by its tree.
@@ -221,14 +221,14 @@ def make_row_trees(model: nn.Module, comm: Comm) -> Iterator[RowTree]:
         params = [param for param in module.parameters() if param not in assigned]
         assigned.update(params)
         trained = [param for param in params if param.requires_grad and param.numel()]
-        size = sum(compute_padded_size(param, ranks) for param in trained)
+        size = sum(_compute_padded_size(param, ranks) for param in trained)
         if size:
-            tree = RowTree(comm, name or OUTSIDE_BLOCKS, size)
+            tree = _RowTree(comm, name or OUTSIDE_BLOCKS, size)
             module.set_custom_reduce_scatter(tree)
             yield tree
 
 
-def compute_padded_size(param: Tensor, ranks: int) -> int:
+def _compute_padded_size(param: Tensor, ranks: int) -> int:
     """Return the elements of a weight whose rows are padded to a multiple of the ranks."""
     row_count = param.shape[0]
     return -(-row_count // ranks) * ranks * (param.numel() // row_count)

@@ -28,7 +28,7 @@ ATTACHED_AFTER_TORCH = {
 }
 
 
-class TorchFinder:
+class _TorchFinder:
     """A finder of modules that attaches the listeners after the import of torch.
 
     Other finders find torch. Python may ask for it more than once before it is loaded.
@@ -62,10 +62,10 @@ def attach(modules: dict[str, str]) -> None:
     """Call `attach` of each module that a variable of the environment asks for."""
     for variable, name in modules.items():
         if variable in os.environ:
-            import_own(name).attach()
+            _import_own(name).attach()
 
 
-def import_own(name: str) -> Any:
+def _import_own(name: str) -> Any:
     """Import a module of Stepladder, which need not be installed for this interpreter."""
     try:
         return import_module(name)
@@ -77,7 +77,7 @@ def import_own(name: str) -> Any:
         return import_module(name)
 
 
-def run_sitecustomize_of_user() -> None:
+def _run_sitecustomize_of_user() -> None:
     folders = [folder for folder in sys.path if folder != SITECUSTOMIZE_FOLDER]
     spec = PathFinder.find_spec("sitecustomize", folders)
     if spec is not None and spec.loader is not None:
@@ -88,5 +88,5 @@ def run_sitecustomize_of_user() -> None:
 
 if __name__ == "sitecustomize":
     attach(ATTACHED_AT_START)
-    sys.meta_path.insert(0, TorchFinder())
-    run_sitecustomize_of_user()
+    sys.meta_path.insert(0, _TorchFinder())
+    _run_sitecustomize_of_user()
