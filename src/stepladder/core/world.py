@@ -26,7 +26,7 @@ NUM_PORTS = 12000  # the range ends below Linux's ephemeral ports
 
 
 @dataclass(frozen=True)
-class _RankVariables:
+class RankVariables:
     """The environment variables that a launcher sets for each rank.
 
     Args:
@@ -56,7 +56,7 @@ class _RankVariables:
         return self is TORCHRUN or read_env_number(env, self.world_size, 2) > 1
 
 
-TORCHRUN = _RankVariables(
+TORCHRUN = RankVariables(
     "RANK, WORLD_SIZE, LOCAL_RANK",
     "RANK",
     "WORLD_SIZE",
@@ -65,7 +65,7 @@ TORCHRUN = _RankVariables(
     marker="RANK",
     hint="start with torchrun or `stepladder train --nproc N`",
 )
-SLURM = _RankVariables(
+SLURM = RankVariables(
     "Slurm step",
     "SLURM_PROCID",
     "SLURM_STEP_NUM_TASKS",
@@ -78,7 +78,7 @@ SLURM = _RankVariables(
 # come after those of Open MPI and Hydra. They come before PMI_RANK, which `srun --mpi=pmi2` sets.
 LAUNCHERS = (
     TORCHRUN,
-    _RankVariables(
+    RankVariables(
         "Open MPI",
         "OMPI_COMM_WORLD_RANK",
         "OMPI_COMM_WORLD_SIZE",
@@ -88,7 +88,7 @@ LAUNCHERS = (
         hint="start with mpirun",
         run_id="PMIX_NAMESPACE",
     ),
-    _RankVariables(
+    RankVariables(
         "MPICH or Intel MPI",
         "PMI_RANK",
         "PMI_SIZE",
@@ -98,7 +98,7 @@ LAUNCHERS = (
         hint="start with mpiexec",
     ),
     SLURM,
-    _RankVariables(
+    RankVariables(
         "PMI",
         "PMI_RANK",
         "PMI_SIZE",
@@ -110,7 +110,7 @@ LAUNCHERS = (
 )
 
 
-def find_launcher(env: Mapping[str, str]) -> _RankVariables | None:
+def find_launcher(env: Mapping[str, str]) -> RankVariables | None:
     """Return the launcher that has started this process as a rank, None if there is none."""
     return next((launcher for launcher in LAUNCHERS if launcher.started(env)), None)
 
@@ -208,7 +208,7 @@ class World:
         return world
 
     @staticmethod
-    def from_launcher(launcher: _RankVariables, env: Mapping[str, str]) -> World:
+    def from_launcher(launcher: RankVariables, env: Mapping[str, str]) -> World:
         """Read the variables that a launcher sets for each rank."""
         world_size = read_env_number(env, launcher.world_size)
         _validate_set(launcher, env, world_size)
@@ -238,7 +238,7 @@ class World:
         )
 
 
-def _validate_set(launcher: _RankVariables, env: Mapping[str, str], world_size: int) -> None:
+def _validate_set(launcher: RankVariables, env: Mapping[str, str], world_size: int) -> None:
     """Raise InputError if only some of a launcher's variables are set."""
     needed = [launcher.rank, launcher.local_rank]
     if launcher is TORCHRUN:
@@ -255,7 +255,7 @@ def _validate_set(launcher: _RankVariables, env: Mapping[str, str], world_size: 
 
 
 def _make_url(
-    launcher: _RankVariables, env: Mapping[str, str], world_size: int, ranks_per_node: int
+    launcher: RankVariables, env: Mapping[str, str], world_size: int, ranks_per_node: int
 ) -> str:
     """Return the URL at which the ranks of a launcher connect, "" for one rank."""
     if world_size == 1:

@@ -63,7 +63,9 @@ class Call(NamedTuple):
     @property
     def own_ranks(self) -> Sequence[int]:
         """The ranks of this machine."""
-        return range(self.ranks) if self.network is None else self.network.own_ranks
+        if self.network is None:
+            return range(self.ranks)
+        return self.network.own_ranks
 
     @property
     def has_even_nodes(self) -> bool:
@@ -193,8 +195,10 @@ def broadcast(call: Call, tensors: Tensors) -> Stages:
     yield tensors, tensors
     root = call.opts.rootRank
     has_root = root in call.own_ranks
-    source = call.own_ranks.index(root) if has_root else LEADER
-    if not has_root:  # where the root is, the leader may have to get the tensors first
+    source = LEADER
+    if has_root:
+        source = call.own_ranks.index(root)
+    else:  # where the root is, the leader may have to get the tensors first
         call.await_leader().broadcast(targets, root, call.timeout)
     for target in targets:
         call.memory.broadcast(target, source)

@@ -82,10 +82,12 @@ class NodeNetwork:
 
     def all_gather(self, rows: Tensors, timeout: timedelta) -> list[Tensors]:
         """Return the rows of each machine, given those of this one; a leader's alone."""
+        if not self.is_leader:
+            return []
         part = torch.stack(rows)
         parts = [torch.empty_like(part) for _ in self.nodes]
         self._run(lambda: [self._leaders.allgather(parts, part)], timeout)
-        return [list(part) for part in parts] if self.is_leader else []
+        return [list(part) for part in parts]
 
     def barrier(self, timeout: timedelta) -> None:
         """Wait until all machines have come here."""

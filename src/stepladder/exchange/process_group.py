@@ -181,12 +181,15 @@ class SharedMemoryGroup(TorchGroup):  # type: ignore[misc]
         memory = self._memory
         queue = self._queue
         can_carry = self._network is None or collective.crosses_nodes
+        can_carry = can_carry and can_share(find_tensors(arguments))
         if memory is None or queue is None or not can_carry:
             return self._carry(collective.gloo_method, *arguments, opts)
-        timeout = opts.timeout if opts.timeout.total_seconds() > 0 else self._timeout
+        timeout = opts.timeout
+        if timeout.total_seconds() <= 0:
+            timeout = self._timeout
         call = Call(memory, self._network, self.rank(), self.size(), opts, timeout)
         stages = collective.run(call, *arguments)
-        shown = next(stages, None) if can_share(find_tensors(arguments)) else None
+        shown = next(stages, None)
         if shown is None:
             return self._carry(collective.gloo_method, *arguments, opts)
         inputs, outputs = shown
@@ -223,7 +226,9 @@ class SharedMemoryGroup(TorchGroup):  # type: ignore[misc]
             return start(*arguments)
         is_collective = method not in MESSAGES
         explain = partial(self._explain_loss, is_collective=is_collective)
-        find_loss = self._find_loss_of_others if is_collective else None
+        find_loss = None
+        if is_collective:
+            find_loss = self._find_loss_of_others
         with explaining_errors(explain):
             return CarriedWork(start(*arguments), explain, find_loss)
 
@@ -271,8 +276,9 @@ class SharedMemoryGroup(TorchGroup):  # type: ignore[misc]
 
     def _find_loss_of_others(self) -> int | None:
         """Return the name of a rank for whose loss a call of another rank has failed."""
-        memory = self._memory
-        lost = None if memory is None else memory.waiter.find_recorded_loss()
+        lost = None
+        if self._memory is not None:
+            lost = self._memory.waiter.find_recorded_loss()
         if lost is None and self._network is not None:
             lost = self._network.find_loss()
         return lost
@@ -283,8 +289,9 @@ class SharedMemoryGroup(TorchGroup):  # type: ignore[misc]
         After a failed collective this rank shuts its connections down. Otherwise a rank that waits
         for this one, and not for the lost one, would wait until its timeout.
         """
-        memory = self._memory
-        lost_rank = None if memory is None else await_loss(memory.waiter, self._network)
+        lost_rank = None
+        if self._memory is not None:
+            lost_rank = await_loss(self._memory.waiter, self._network)
         if lost_rank is None:
             return error
         if is_collective:

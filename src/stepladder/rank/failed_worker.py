@@ -69,7 +69,9 @@ def _ask_torch(error: BaseException) -> str | None:
     if signal_handling is None:
         return None
     may_be_ending = isinstance(error, (ConnectionError, EOFError, FileNotFoundError))
-    timeout_s = WORKER_END_TIMEOUT_S if may_be_ending and _has_children() else 0.0
+    timeout_s = 0.0
+    if may_be_ending and _has_children():
+        timeout_s = WORKER_END_TIMEOUT_S
 
     def find_failure() -> str | None:
         try:

@@ -337,7 +337,9 @@ class RunDirRendezvous:
 
         def publish() -> tuple[int, ...]:
             with self._locked() as is_locked:
-                return (self._publish_end(code, text),) if is_locked else ()
+                if is_locked:
+                    return (self._publish_end(code, text),)
+            return ()
 
         return next(iter(wait_until(publish, PUBLISH_END_TIMEOUT_S)), code)
 

@@ -131,7 +131,9 @@ def _wait_for_round(
         status = find_job(cluster, submitted.job_id)
     job_dir = Path(submitted.job.job_dir)
     nproc = submitted.num_nodes * int(submitted.job.nproc)
-    timeout_s = FILE_VISIBILITY_TIMEOUT_S if status.state in ("COMPLETED", "") else 0.0
+    timeout_s = 0.0
+    if status.state in ("COMPLETED", ""):
+        timeout_s = FILE_VISIBILITY_TIMEOUT_S
 
     def read() -> Round:
         return subject.read(nproc, job_dir, float((job_dir / START_TIME_FILE).read_bytes()))
