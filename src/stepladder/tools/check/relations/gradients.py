@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from stepladder.tools.check.events import BeforeStep, MeanGradient, OptimizerStep
 from stepladder.tools.check.recording import RankLog
 from stepladder.tools.check.relations.frozen_runs import FrozenRuns
-from stepladder.tools.check.relations.samples_read import training_samples
+from stepladder.tools.check.relations.samples_read import training_samples, trains_one_data_set
 from stepladder.tools.check.relations.violation import SAME_RATIO, Violation
 from stepladder.tools.check.rules.model import is_sharded
 from stepladder.tools.probe.events import CodeLine
@@ -100,8 +100,7 @@ def count_compared(runs: FrozenRuns) -> int:
 
 def are_comparable(runs: FrozenRuns) -> bool:
     """Return whether the ranks have gradients of whole tensors, and of one process's data."""
-    is_same_data = training_samples(runs.compared).is_of(training_samples(runs.reference))
-    return is_same_data and not is_sharded(runs.compared.ranks)
+    return trains_one_data_set(runs) and not is_sharded(runs.compared.ranks)
 
 
 def line_of_step(log: RankLog, number: int) -> CodeLine | None:

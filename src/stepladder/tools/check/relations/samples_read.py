@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from operator import attrgetter
 
 from stepladder.tools.check.recording import LoaderPass, RankLog, Recording
 from stepladder.tools.check.relations.frozen_runs import FrozenRuns
@@ -59,20 +60,21 @@ class SamplesRead:
 
 def are_of_one_data_set(runs: FrozenRuns) -> bool:
     """Return whether no rank reads data that one process does not, in training and in between."""
-    return all(
-        read(runs.compared).is_of(read(runs.reference))
-        for read in (training_samples, other_samples)
-    )
+    return trains_one_data_set(runs) and is_part(runs, passes_without_training)
+
+
+def trains_one_data_set(runs: FrozenRuns) -> bool:
+    return is_part(runs, attrgetter("training_passes"))
+
+
+def is_part(runs: FrozenRuns, passes_of: Callable[[RankLog], list[LoaderPass]]) -> bool:
+    """Return whether the samples of these passes are those of one process, on each rank."""
+    reference = SamplesRead.read(passes_of(runs.reference.ranks[0]))
+    return all(SamplesRead.read(passes_of(log)).is_of(reference) for log in runs.compared.ranks)
 
 
 def training_samples(run: Recording) -> SamplesRead:
     return SamplesRead.read(one_pass for log in run.ranks for one_pass in log.training_passes)
-
-
-def other_samples(run: Recording) -> SamplesRead:
-    return SamplesRead.read(
-        one_pass for log in run.ranks for one_pass in passes_without_training(log)
-    )
 
 
 def passes_without_training(log: RankLog) -> list[LoaderPass]:
@@ -82,7 +84,7 @@ def passes_without_training(log: RankLog) -> list[LoaderPass]:
 def violations(runs: FrozenRuns) -> Iterator[Violation]:
     """Yield the samples that one process trains, and of several ranks none does."""
     reference, compared = training_samples(runs.reference), training_samples(runs.compared)
-    if reference.counts is None or compared.counts is None or not compared.is_of(reference):
+    if reference.counts is None or compared.counts is None or not trains_one_data_set(runs):
         return
     passes = [p for log in runs.compared.ranks for p in log.training_passes]
     missing = sorted(reference.counts.keys() - compared.counts.keys(), key=str)
