@@ -83,12 +83,19 @@ def violations(runs: FrozenRuns) -> Iterator[Violation]:
 
 
 def is_scaled_by_rate(runs: FrozenRuns, rank: int, number: int, ratio: float) -> bool:
-    """Return whether a learning rate makes up for gradients that are a multiple."""
+    """Return whether a smaller learning rate makes up for gradients that are a sum.
+
+    A larger one does not make up for gradients that are too small: it is scaled on purpose.
+    """
     rates = [
         [event.lr[0] for event in log.select(OptimizerStep) if event.optimizer == number]
         for log in (runs.reference.ranks[0], runs.compared.ranks[rank])
     ]
-    return all(rates) and math.isclose(rates[0][0], ratio * rates[1][0], rel_tol=SAME_RATIO)
+    return (
+        all(rates)
+        and ratio > 1
+        and math.isclose(rates[0][0], ratio * rates[1][0], rel_tol=SAME_RATIO)
+    )
 
 
 def count_compared(runs: FrozenRuns) -> int:
