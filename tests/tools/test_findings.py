@@ -11,7 +11,7 @@ import pytest
 import stepladder
 from stepladder.cli.check import show_report
 from stepladder.tools.check.check import Report
-from stepladder.tools.check.relations.comparison import LIKELY_CAUSES
+from stepladder.tools.check.relations.comparison import EXPLANATIONS
 from stepladder.tools.check.rules import all_rules
 from stepladder.tools.check.rules.evidence import CHECK_TEXTS, run_rule, source_rule
 from stepladder.tools.findings.finding import Catalogue, Location, RuleText
@@ -58,7 +58,7 @@ RELATIONS = {"gradients", "shown-numbers"}  # for which no rule is registered
 def test_every_text_of_check_belongs_to_a_rule_that_is_registered_or_to_resume() -> None:
     rules = [*run_rule.rules, *source_rule.rules]
     found = {name for rule in rules for name in rule.names} | names_in("check")
-    found |= {cause.rule for cause in LIKELY_CAUSES}
+    found |= {cause.rule for cause in EXPLANATIONS}
     assert found | RELATIONS == set(CHECK_TEXTS.texts)
     assert len(LINT_RULES) <= len(Catalogue("stepladder.tools.lint").texts)
     assert all_rules

@@ -288,10 +288,10 @@ class Check:
             )
         except NotComparable as error:
             held = [f"not compared with one process: {error}"]
-            stood_still = error.stood_still
+            on_one_node = error.run
         findings = []
-        if stood_still and run.launch.nodes > 1:
-            for finding in apply_rules(RunEvidence(stood_still, self.source)):
+        if on_one_node and on_one_node.has_stalled and run.launch.nodes > 1:
+            for finding in apply_rules(RunEvidence(on_one_node, self.source)):
                 if finding.rule in EXPLAINS_A_HANG:
                     text = f"on one node, where each rank has a local rank: {finding.evidence}"
                     findings.append(replace(finding, evidence=text))

@@ -36,8 +36,8 @@ class LikelyCause:
     severity: Severity | None = None
 
 
-LIKELY_CAUSES = [LikelyCause(**row) for row in tomllib.loads(TABLE)["explanation"]]
-CHECK_TEXTS.validate(explanation.rule for explanation in LIKELY_CAUSES)
+EXPLANATIONS = [LikelyCause(**row) for row in tomllib.loads(TABLE)["explanation"]]
+CHECK_TEXTS.validate(explanation.rule for explanation in EXPLANATIONS)
 
 
 @dataclass(frozen=True)
@@ -141,6 +141,6 @@ def finding_of(violation: Violation, runs: FrozenRuns, evidence: RunEvidence) ->
     # Its lines are those of the copy in which it ran.
     location = RunEvidence(runs.compared, evidence.source).location(violation.line)
     facts = {violation.relation, *facts_of(violation, evidence)}
-    fitting = (each for each in LIKELY_CAUSES if facts.issuperset(each.when))
+    fitting = (each for each in EXPLANATIONS if facts.issuperset(each.when))
     explanation = next(fitting, LikelyCause(violation.relation, ()))
     return CHECK_TEXTS.finding(explanation.rule, location, violation.evidence, explanation.severity)

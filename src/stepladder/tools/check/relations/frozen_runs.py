@@ -32,12 +32,12 @@ class NotComparable(Exception):
 
     Args:
         reason: Why.
-        stood_still: The recording of a run on one node that stood still.
+        run: The recording of the run that shows it, if there is one.
     """
 
-    def __init__(self, reason: str, stood_still: Recording | None = None) -> None:
+    def __init__(self, reason: str, run: Recording | None = None) -> None:
         super().__init__(reason)
-        self.stood_still = stood_still
+        self.run = run
 
 
 @dataclass(frozen=True)
@@ -107,10 +107,8 @@ class FrozenScript:
             recording = read_recording(outcome.folder, settings.original, settings.copy)
             recording = outcome.complete(recording)
             if reason := reason_against(outcome):
-                stood_still = recording if outcome.has_stalled else None
-                raise NotComparable(
-                    f"with frozen weights ({name}) the script {reason}", stood_still
-                )
+                text = f"with frozen weights ({name}) the script {reason}"
+                raise NotComparable(text, recording)
             recordings[name] = recording
         return recordings
 

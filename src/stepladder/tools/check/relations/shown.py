@@ -138,8 +138,10 @@ def compare(number: ComparedNumber) -> Violation | None:
         return None
     rows = [f"on one process {expected:.6g}; other random numbers change it by {noise:.1g}"]
     for rank, mean in means.items():
-        times = f", {mean / expected:.3g} times as much" if expected else ""
-        rows.append(f"on rank {rank}        {mean:.6g}{times}")
+        row = f"on rank {rank}        {mean:.6g}"
+        if expected:
+            row += f", {mean / expected:.3g} times as much"
+        rows.append(row)
     return Violation(
         "shown-numbers",
         number.place[0],

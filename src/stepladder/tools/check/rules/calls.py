@@ -24,6 +24,8 @@ from stepladder.tools.check.rules.evidence import Findings, RunEvidence, align, 
 from stepladder.tools.check.script_source import SourceFile, find_nodes, lines_of
 
 DDP = "DistributedDataParallel"
+# Of other collectives, and of one with other shapes.
+RULES_OF_COLLECTIVES = ("collective-order", "collective-order.sizes")
 LEAVES = (ast.Continue, ast.Break, ast.Return)
 BLOCKS = (ast.For, ast.While, ast.FunctionDef, ast.Module)
 Exchange = Backward | ScriptCollective
@@ -64,21 +66,26 @@ def averages(evidence: RunEvidence) -> bool:
 
 def first_difference(evidence: RunEvidence, with_backwards: bool) -> Exchanges:
     """Return the first calls of two ranks that are not alike; none where all are."""
-    kinds = (Backward, ScriptCollective) if with_backwards else (ScriptCollective,)
-    exchanges = [
-        [event for event in log.select(*kinds) if not getattr(event, "group", "")]
-        for log in evidence.first_ranks
-    ]
+    exchanges = [exchanges_of(log, with_backwards) for log in evidence.first_ranks]
     last = min(map(len, exchanges)) - 1
-    for number, pair in enumerate(zip_longest(*exchanges)):
-        first, second = pair
+    for number, (first, second) in enumerate(zip_longest(*exchanges)):
         if is_collective(first) and is_collective(second):
             is_last = number == last and not evidence.run.has_finished
             if first.op == second.op and not differ_in_shape(first, second, is_last):
                 continue
         if type(first) is not type(second) or is_collective(first):
-            return pair
+            return first, second
     return None, None
+
+
+def exchanges_of(log: RankLog, with_backwards: bool) -> list[Exchange]:
+    """Return the collectives of all ranks, and the backward passes if these are some."""
+    events: list[Exchange] = log.select(Backward, ScriptCollective)
+    return [
+        event
+        for event in events
+        if not getattr(event, "group", "") and (with_backwards or is_collective(event))
+    ]
 
 
 def is_collective(event: Exchange | None) -> TypeGuard[ScriptCollective]:
@@ -97,7 +104,7 @@ def differ_in_shape(first: ScriptCollective, second: ScriptCollective, is_last: 
 
 def skipped_collective(evidence: RunEvidence, differing: Exchanges) -> Findings:
     """Find a collective under an `if` to which one rank comes, while the other trains on."""
-    rank = 0 if is_collective(differing[0]) else 1
+    rank = int(not is_collective(differing[0]))
     collective, backward = differing[rank], differing[1 - rank]
     if not is_collective(collective) or not isinstance(backward, Backward):
         return
@@ -169,16 +176,16 @@ def different_calls(evidence: RunEvidence, differing: Exchanges) -> Findings:
     if is_collective(first) and is_collective(second):
         is_one_call = first.op == second.op and first.at == second.at
         yield evidence.finding(
-            "collective-order.sizes" if is_one_call else "collective-order",
+            RULES_OF_COLLECTIVES[is_one_call],
             first.at,
             f"the ranks call {describe_collective(evidence, first)} on rank 0 and "
             f"{describe_collective(evidence, second)} on rank 1",
             0,
         )
     elif first and second and stands_still(evidence):
-        yield from left_loop(evidence, 0 if is_collective(first) else 1)
+        yield from left_loop(evidence, int(not is_collective(first)))
     elif not (first and second) and (first or second):
-        yield from unanswered_call(evidence, 0 if first else 1, first or second)
+        yield from unanswered_call(evidence, int(not first), first or second)
 
 
 def unanswered_call(evidence: RunEvidence, rank: int, event: Exchange | None) -> Findings:
@@ -258,14 +265,15 @@ def stands_still(evidence: RunEvidence) -> bool:
 
 def skipped_batch(evidence: RunEvidence) -> Findings:
     """Find the first batch that one of two ranks has left out, and the other has trained on."""
-    passes_of = align(log.training_passes for log in evidence.first_ranks)
-    for passes in passes_of if averages(evidence) else ():
+    if not averages(evidence):
+        return
+    for passes in align(log.training_passes for log in evidence.first_ranks):
         trained = [backwards_of_batches(one_pass) for one_pass in passes]
         # A thread that reads ahead has recorded batches before those that are trained.
         reads_ahead = any(len(backwards) > 1 for of_rank in trained for backwards in of_rank)
         for number, (first, second) in enumerate(zip(*trained, strict=False), start=1):
             if bool(first) != bool(second) and not reads_ahead:
-                rank = 1 if first else 0
+                rank = int(bool(first))
                 yield evidence.finding(
                     "uneven-steps.skipped",
                     (first or second)[0].at,

@@ -368,5 +368,7 @@ def count_of_mean(log: RankLog, reduced: ScriptCollective) -> int:
         elif isinstance(event, Statistic):
             sums[event.at] += event.value
     means |= {total / rows: rows for total in sums.values() if rows}
-    number = next(numbers_of(reduced), None) if len(reduced.value) == 1 else None
-    return next((means[mean] for mean in means if number and number.is_any_of([mean], (1,))), 0)
+    numbers = list(numbers_of(reduced))
+    if len(reduced.value) != 1 or not numbers:
+        return 0
+    return next((means[mean] for mean in means if numbers[0].is_any_of([mean], (1,))), 0)
