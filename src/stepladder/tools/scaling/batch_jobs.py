@@ -28,7 +28,7 @@ from stepladder.tools.scaling.measure import Round, TimedJob, TimedScript, list_
 
 START_TIME_FILE = "began"  # the time at which a job's script has started
 CANCEL_TIMEOUT_S = 90.0
-READ_ERRORS = (InputError, OSError, ValueError)  # of a result that is not there yet
+RESULT_ERRORS = (InputError, OSError, ValueError)  # of a result that is not there yet
 FILE_VISIBILITY_TIMEOUT_S = 30.0  # until a network file system shows another node's files
 CANCEL_POLL_INTERVAL_S = 0.5
 ALL_FIELDS = frozenset(field.name for field in fields(BatchJob))
@@ -139,8 +139,8 @@ def _wait_for_round(
         return subject.read(nproc, job_dir, float((job_dir / START_TIME_FILE).read_bytes()))
 
     try:
-        return retry(read, READ_ERRORS, timeout_s, 1.0)
-    except READ_ERRORS as error:
+        return retry(read, RESULT_ERRORS, timeout_s, 1.0)
+    except RESULT_ERRORS as error:
         raise _make_job_error(submitted, status.state, error) from error
 
 
