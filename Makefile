@@ -71,7 +71,7 @@ test-skipped: $(INSTALLED)
 	$(BIN)/python -m pytest -m "not slow" --skipped-before -n 4 --dist loadfile || [ $$? -eq 5 ]  # 5: none was skipped
 
 test-slow: $(INSTALLED)
-	$(BIN)/python -m pytest -m "slow and not corpus" --cases $(CASES) -n 5 --durations=15 || [ $$? -eq 5 ]  # 5: no test is marked slow
+	$(BIN)/python -m pytest -m "slow and not corpus" --cases $(CASES) -n 4 --durations=15 || [ $$? -eq 5 ]  # 5: no test is marked slow
 
 check: lint types test
 

@@ -53,7 +53,7 @@ def test_separate_ranks_end_before_they_save(
     assert code == 2, errors
     [line] = errors.splitlines()
     assert "2 times the same" in line
-    assert "train.py:8. HINT: init_process_group" in line
+    assert "train.py:8. HINT: stepladder convert" in line
     assert "run --independent" in line
     assert not list(tmp_path.glob("*.pt"))
 

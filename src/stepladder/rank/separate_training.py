@@ -43,7 +43,7 @@ def _end_separate_training(num_ranks: int, flag: str) -> NoReturn:
         InputError(
             f"each of the {num_ranks} ranks trains on its own, {num_ranks} times the same: there is"
             f" no process group at the first optimizer step{at}",
-            "init_process_group and DistributedDataParallel, or start one rank; or"
+            "stepladder convert SCRIPT makes it train on several together; or start one rank, or"
             f" {flag} if each rank is to train alone",
         )
     )

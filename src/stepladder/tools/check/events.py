@@ -259,6 +259,21 @@ class OptimizerBuilt(ProbeEvent, kind="optimizer"):
     cls: str = ""  # its class
 
 
+class NamesInUse(ProbeEvent, kind="names"):
+    """The script uses a model, a loader, an optimizer or a schedule."""
+
+    what: str
+    object: int  # its id
+    # From the innermost function outwards: file, line, function, and its name for the object.
+    uses: Sequence[Sequence[Any]] = ()
+
+
+class NamesWhereBuilt(ProbeEvent, kind="namesbuilt"):
+    """An optimizer is about to be built."""
+
+    models: Sequence[Sequence[Any]] = ()  # the name and the id of each model
+
+
 class EvalMode(ProbeEvent, kind="eval"):
     """The user's code has called eval() of a model."""
 

@@ -38,6 +38,7 @@ class ProbeSettings:
         stop_at_snapshot: Whether ranks wait to be ended after their first snapshot.
         frozen: Which run with frozen weights this is; empty where weights move.
         neutral: Whether dropout, batch statistics and random augmentation have no effect.
+        names: Whether the names of models, loaders, optimizers and schedules are recorded.
         mechanism: What protects the files outside the copy.
         writable: The folders that may be written.
     """
@@ -54,6 +55,7 @@ class ProbeSettings:
     stop_at_snapshot: bool = False
     frozen: Literal["", "plain", "shuffled", "reweighted"] = ""
     neutral: bool = False
+    names: bool = False
     mechanism: str = ""
     writable: tuple[str, ...] = ()
 

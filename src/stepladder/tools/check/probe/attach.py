@@ -22,6 +22,7 @@ from stepladder.tools.check.probe import (
     hooks_data,
     hooks_files,
     hooks_model,
+    hooks_names,
     hooks_random,
     hooks_snapshot,
     hooks_statistics,
@@ -41,6 +42,8 @@ def attach() -> None:
     bind_store_to_loopback(choose_own_address())
     keep_stores_of_groups()
     name_groups_in_stacks()
+    if current_log().settings.names:
+        hooks_names.attach()
     hooks_accelerate.attach()
     hooks_comm.attach()
     hooks_data.attach()

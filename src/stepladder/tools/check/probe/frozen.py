@@ -136,7 +136,7 @@ def write_at_end_of_process() -> None:
 
 def seed_alike() -> None:
     """Start the global generators of an unseeded script alike in all runs with frozen weights."""
-    seed = zlib.crc32(f"frozen {current_log().rank}".encode())
+    seed = zlib.crc32(f"frozen {max(current_log().rank, 0)}".encode())
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
     if "numpy" in sys.modules:

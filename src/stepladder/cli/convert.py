@@ -1,0 +1,133 @@
+"""`stepladder convert SCRIPT`: the changes from one process to many, each with its proof."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import click
+
+from stepladder.cli.check import validate_script
+from stepladder.cli.flags import make_command, make_field_options
+from stepladder.cli.types import AsJson, Count, Wait, Words
+from stepladder.core.console import echo, echo_json
+from stepladder.core.errors import InputError
+from stepladder.core.output_file import write_output
+from stepladder.tools.convert.convert import Conversions, ProvedRung, Request, convert
+
+NOT_COMPLETE = 1  # the exit code where a rung is not offered
+
+
+@dataclass(frozen=True)
+class ConvertFlags:
+    """The flags of `stepladder convert`.
+
+    Args:
+        rung: Stop after this rung.
+        epochs: Training passes of each run.
+        timeout: Seconds for one run of SCRIPT.
+        write: Write the converted script beside SCRIPT: train_ddp.py for train.py, or a folder
+            train_ddp if several files change.
+    """
+
+    rung: Literal["a", "b", "c", "d", "e", "f", "g", "h"] = "h"
+    epochs: Count = 2
+    timeout: Wait = 120
+    write: bool = False
+    as_json: AsJson = False
+
+
+@make_command(
+    click.Command,
+    *make_field_options(ConvertFlags),
+    context_settings={"allow_interspersed_args": False},
+)
+def command(script: Path, args: Words = (), **values: Any) -> int:
+    """Propose how SCRIPT, which trains on one process, trains on many; prove each step.
+
+    Runs SCRIPT with ARGS on one process, in a copy of the working folder, and proposes small
+    changes, rung by rung. After each, the changed script runs on one and on two CPU processes with
+    frozen weights: samples, gradients and shown numbers must be those of SCRIPT. A rung that does
+    not hold is not offered, and it is said why. Exit code 1 if a rung was not offered, else 0.
+    """
+    flags = ConvertFlags(**values)
+    validate_script(script, args)
+    target = choose_target(script) if flags.write else None
+    request = Request(script, args, flags.rung, flags.epochs, flags.timeout)
+    result = convert(request, (lambda _: None) if flags.as_json else show_rung)
+    written = write_files(result, script, target) if target else []
+    if flags.as_json:
+        echo_json(json_of(result, written))
+    else:
+        show_end(result, script, written)
+    return NOT_COMPLETE if result.stopped else 0
+
+
+def choose_target(script: Path) -> Path:
+    """Return the path beside a script that the converted one gets.
+
+    Raises:
+        InputError: The file, or the folder for several files, exists.
+    """
+    target = script.with_name(f"{script.stem}_ddp{script.suffix}")
+    for path in (target, target.with_suffix("")):
+        if path.exists():
+            raise InputError(f"--write: {path} exists", f"mv {path} {path}.old")
+    return target
+
+
+def write_files(result: Conversions, script: Path, target: Path) -> list[Path]:
+    """Write the converted files, and return their paths."""
+    if not result.files:
+        return []
+    if len(result.files) == 1:
+        paths = dict.fromkeys(result.files, target)
+    else:
+        folder = target.with_suffix("")
+        paths = {name: folder / name for name in result.files}
+    for name, path in paths.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_output(path, result.files[name], "--write")
+    return list(paths.values())
+
+
+def show_rung(proved: ProvedRung) -> None:
+    rung = proved.rung
+    echo(f"rung {rung.letter}: {rung.title}")
+    echo(f"  {rung.change} {rung.without}")
+    for text in proved.diffs:
+        echo("".join(f"    {line}\n" for line in text.splitlines()).rstrip())
+    if not proved.diffs:
+        echo("    nothing to change")
+    for line in proved.holds:
+        echo(f"  holds: {line}")
+    echo("")
+
+
+def show_end(result: Conversions, script: Path, written: list[Path]) -> None:
+    if result.stopped:
+        echo(f"not offered: rung {result.stopped}")
+    for path in written:
+        echo(f"written: {path}")
+    if len(written) == 1:
+        echo(f"to start it on two processes: stepladder run --nproc 2 {written[0]}")
+    elif result.files and not written:
+        echo(f"to write it beside {script}: stepladder convert --write {script}")
+
+
+def json_of(result: Conversions, written: list[Path]) -> dict[str, Any]:
+    return {
+        "rungs": [
+            {
+                "rung": proved.rung.letter,
+                "title": proved.rung.title,
+                "diffs": proved.diffs,
+                "held": proved.holds,
+            }
+            for proved in result.rungs
+        ],
+        "not_offered": result.stopped,
+        "files": result.files,
+        "written": [str(path) for path in written],
+    }

@@ -1,0 +1,86 @@
+"""Hooks that record by which names a script knows its models, loaders, optimizers and schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+from torch import nn, optim
+from torch.optim import optimizer as optimizers
+
+from stepladder.tools.check.events import NamesInUse, NamesWhereBuilt
+from stepladder.tools.check.probe import hooks_data, hooks_model, hooks_train
+from stepladder.tools.check.probe.patching import wrap
+from stepladder.tools.check.probe.probe_log import current_log
+
+MAX_FRAMES = 8
+
+recorded: set[tuple[int, str, int]] = set()  # the id of an object, the file and the line of its use
+
+
+def attach() -> None:
+    """Attach before the hooks whose functions are wrapped here."""
+    wrap(hooks_data, "record_pass", recorder("loader", 1))
+    wrap(hooks_model, "record_forward", recorder("model", 0))
+    wrap(hooks_train, "record_schedule_step", recorder("schedule", 1))
+    wrap(optim.Optimizer, "__init__", record_models_beside)
+    optimizers.register_optimizer_step_pre_hook(lambda item, *_: record_names("optimizer", item))
+
+
+def recorder(what: str, position: int) -> Callable[..., Any]:
+    """Return a wrapper that records the names of an argument, at this position."""
+
+    def record_and_call(original: Any, *args: Any, **kwargs: Any) -> Any:
+        record_names(what, args[position])
+        return original(*args, **kwargs)
+
+    return record_and_call
+
+
+def record_names(what: str, value: object) -> None:
+    """Record the names that functions of the user's code have for an object, once for each use."""
+    frames = list(user_frames())
+    line = current_log().line_of(frames[0]) if frames else None
+    key = (id(value), line.file if line else "", line.line if line else 0)
+    if key in recorded:
+        return
+    recorded.add(key)
+    uses = [(*current_log().line_of(frame), name_in(frame, value)) for frame in frames]
+    current_log().write(NamesInUse(what=what, object=id(value), uses=uses), line)
+
+
+def record_models_beside(original: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    """Record the names of the models in the function that makes an optimizer."""
+    frame = next(user_frames(), None)
+    if frame is not None:
+        models = [(name, id(value)) for name, value in named(frame) if isinstance(value, nn.Module)]
+        line = current_log().line_of(frame)
+        current_log().write(NamesWhereBuilt(models=models), line)
+    return original(optimizer, *args, **kwargs)
+
+
+def user_frames() -> Iterator[FrameType]:
+    """Yield the innermost frames of the user's code, from the innermost one outwards."""
+    log = current_log()
+    frame = log.user_frame()
+    for _ in range(MAX_FRAMES):
+        if frame is None:
+            return
+        yield frame
+        frame = log.find_user_frame(frame.f_back)
+
+
+def named(frame: FrameType) -> Iterator[tuple[str, object]]:
+    """Yield what a function can name: its variables, attributes of `self`, and globals."""
+    yield from frame.f_locals.items()
+    attributes = getattr(frame.f_locals.get("self"), "__dict__", {})
+    for name, value in attributes.items():
+        yield f"self.{name}", value
+    for name, value in attributes.get("_modules", {}).items():
+        yield f"self.{name}", value
+    yield from frame.f_globals.items()
+
+
+def name_in(frame: FrameType, value: object) -> str:
+    return next((name for name, matches in named(frame) if matches is value), "")

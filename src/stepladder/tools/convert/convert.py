@@ -1,0 +1,282 @@
+"""`stepladder convert`: propose the changes from one process to many, and prove each."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+from contextlib import chdir, closing
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from stepladder.core.errors import InputError
+from stepladder.core.scratch import temporary_folder
+from stepladder.tools.check import check as checking
+from stepladder.tools.check.copying import copy_folder
+from stepladder.tools.check.fork_servers import ForkServers
+from stepladder.tools.check.launch_style import LaunchStyle, find_styles
+from stepladder.tools.check.script_source import read_source
+from stepladder.tools.convert.facts import ScriptFacts
+from stepladder.tools.convert.ladder import LADDER, Rung, compose
+from stepladder.tools.convert.proof import (
+    Original,
+    Proof,
+    WrongNumber,
+    prove,
+    starts_of_converted,
+    starts_of_original,
+    why_failed,
+)
+from stepladder.tools.convert.rungs import Conversion, Edits
+from stepladder.tools.convert.source import CannotConvert, Edit, EditedText, SourceText, diff
+from stepladder.tools.convert.starts import ScriptStarter, Start
+
+DECIDE_BATCH_NORM = (
+    "batch norm would see the samples of one process alone. Decide: SyncBatchNorm, or other "
+    "statistics"
+)
+WAYS_TO_MEND = ("sum_over_processes", "mean_over_processes")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to convert.
+
+    Args:
+        script: The script.
+        args: Its arguments.
+        last: The letter of the last rung.
+        epochs: The training passes of each run; 0 for two.
+        timeout: The seconds that one run may take.
+    """
+
+    script: Path
+    args: tuple[str, ...] = ()
+    last: str = LADDER[-1].letter
+    epochs: int = 0
+    timeout: float = 120.0
+
+
+@dataclass(frozen=True)
+class ProvedRung:
+    """A rung that holds.
+
+    Args:
+        rung: The rung.
+        diffs: The unified diff of each file; empty where nothing changes.
+        holds: What its proof has shown.
+    """
+
+    rung: Rung
+    diffs: list[str]
+    holds: list[str]
+
+
+@dataclass
+class Conversions:
+    """The result.
+
+    Args:
+        rungs: The rungs that hold, in their order.
+        files: The new text of each file that changes, by its path in the folder.
+        stopped: Why the next rung is not offered; empty if all hold.
+        folder: The folder of the files.
+    """
+
+    rungs: list[ProvedRung] = field(default_factory=list)
+    files: dict[str, str] = field(default_factory=dict)
+    stopped: str = ""
+    folder: Path = Path()
+
+
+def convert(
+    request: Request, on_rung: Callable[[ProvedRung], None] = lambda _: None
+) -> Conversions:
+    """Run a script on one process, and convert it rung by rung as far as each is proved.
+
+    Args:
+        request: What to convert.
+        on_rung: Called with each rung that holds.
+
+    Raises:
+        InputError: The script does not run, or trains nothing, on one process.
+    """
+    style = find_styles(request.script.absolute(), Path.cwd(), None)[0]
+    with temporary_folder() as folder, closing(ForkServers()) as servers:
+        starter = ScriptStarter(
+            style, request.args, folder.resolve(), servers, request.epochs, request.timeout
+        )
+        return Converter(request, style, starter).climb(on_rung)
+
+
+class Converter:
+    """Converts one script.
+
+    Args:
+        request: What to convert.
+        style: How the script is started.
+        starter: Starts it.
+    """
+
+    def __init__(self, request: Request, style: LaunchStyle, starter: ScriptStarter) -> None:
+        self.request = request
+        self.style = style
+        self.starter = starter
+
+    def climb(self, on_rung: Callable[[ProvedRung], None]) -> Conversions:
+        conversion = self.observe()
+        result = Conversions(folder=self.style.root)
+        steps: list[Edits] = []
+        texts = {name: file.text for name, file in conversion.files.items()}
+        for rung in LADDER:
+            try:
+                edits, edited, proof = self.choose_way(conversion, rung, steps)
+            except CannotConvert as reason:
+                result.stopped = f"{rung.letter}, {rung.title}: {reason}"
+                break
+            steps.append(edits)
+            result.files = {name: file.text for name, file in edited.items()}
+            diffs = [diff(name, texts[name], text) for name, text in result.files.items()]
+            texts |= result.files
+            proved = ProvedRung(rung, [text for text in diffs if text], proof.holds)
+            result.rungs.append(proved)
+            on_rung(proved)
+            if rung.letter == self.request.last:
+                break
+        return result
+
+    def observe(self) -> Conversion:
+        """Run the script as it is, on one process.
+
+        Raises:
+            InputError: It does not run, or trains nothing.
+        """
+        started = self.starter.run({"facts": Start(frozen=""), **starts_of_original()})
+        shown = self.style.script.name
+        for item in started.values():
+            if reason := why_failed(item):
+                raise InputError(f"{shown} on one process {reason}", f"python {shown}")
+        if not started["facts"].run.has_trained:
+            raise InputError(
+                f"{shown} made no optimizer step", f"python {shown}, with its arguments"
+            )
+        self.original = Original(
+            started["reference"].recording,
+            started["shuffled"].recording,
+            started["reweighted"].recording,
+        )
+        facts = ScriptFacts(started["facts"].recording)
+        source = read_source(self.style.script, self.style.root)
+        files = {item.name: SourceText(item.name, item.path) for item in source.files}
+        main = str(self.style.script.relative_to(self.style.root))
+        return Conversion(main, files, facts)
+
+    def choose_way(
+        self, conversion: Conversion, rung: Rung, steps: list[Edits]
+    ) -> tuple[Edits, dict[str, EditedText], Proof]:
+        """Return the first way to make a rung that its proof confirms.
+
+        Raises:
+            CannotConvert: No way holds.
+        """
+        reason = ""
+        for alternative in rung.alternatives:
+            edits = alternative(conversion)
+            edited, proof = self.try_edits(conversion, rung, [*steps, edits])
+            if proof.wrong_numbers:
+                edits, edited, proof = self.mend_numbers(conversion, rung, steps, edits, proof)
+            if not proof.broken and rung.finish:
+                for name, more in rung.finish(conversion).items():
+                    edits.setdefault(name, []).extend(more)
+                edited, proof = self.try_edits(conversion, rung, [*steps, edits])
+            if not proof.broken and "resume" in rung.judged:
+                self.check_resume(edited, proof)
+            if not proof.broken:
+                return edits, edited, proof
+            reason = reason or "; ".join(proof.broken)
+        if conversion.facts.has_batch_norm and "gradients" in reason:
+            reason = f"{DECIDE_BATCH_NORM}; {reason}"
+        raise CannotConvert(reason)
+
+    def check_resume(self, edited: dict[str, EditedText], proof: Proof) -> None:
+        """Check the converted script as a user would, with a resumed run, and add what it says."""
+        copy = self.starter.scratch / "converted"
+        copy_folder(self.style.root, copy)
+        for name, file in edited.items():
+            (copy / name).write_text(file.text, encoding="utf-8")
+        script = copy / self.style.script.relative_to(self.style.root)
+        request = checking.Request(
+            script, self.request.args, resume=True, timeout=self.request.timeout
+        )
+        with chdir(copy / self.style.subfolder):
+            report = checking.check(request)
+        if report.exit_code:
+            matches = [f"{item.rule}, line {item.location.line}" for item in report.findings]
+            proof.broken.extend(matches or [f"check --resume: {report.not_checked}"])
+        else:
+            proof.holds.extend(report.held)
+
+    def try_edits(
+        self, conversion: Conversion, rung: Rung, steps: list[Edits]
+    ) -> tuple[dict[str, EditedText], Proof]:
+        edited = compose(conversion.files, steps)
+        texts = {name: edited.text for name, edited in edited.items()}
+        started = self.starter.run(starts_of_converted(texts))
+        return edited, prove(self.original, started, edited, rung.judged)
+
+    def mend_numbers(
+        self, conversion: Conversion, rung: Rung, steps: list[Edits], edits: Edits, proof: Proof
+    ) -> tuple[Edits, dict[str, EditedText], Proof]:
+        """Show the mean, or the sum, over all processes of each number that is wrong."""
+        tried: dict[tuple[str, int, int], list[str]] = {}  # by the file and place of an expression
+        candidate, edited = edits, compose(conversion.files, [*steps, edits])
+        while proof.wrong_numbers:
+            for number in proof.wrong_numbers:
+                expression = expression_of(conversion, number)
+                if expression is None:
+                    return candidate, edited, proof
+                file, node = expression
+                helpers = tried.setdefault((file.name, file.start(node), file.end(node)), [])
+                if len(helpers) == len(WAYS_TO_MEND):
+                    return candidate, edited, proof
+                order = WAYS_TO_MEND if number.is_counter else WAYS_TO_MEND[::-1]
+                helpers.append(order[len(helpers)])
+            candidate = {name: list(some) for name, some in edits.items()}
+            for (name, start, end), helpers in tried.items():
+                wrapped = [Edit(start, start, f"{helpers[-1]}("), Edit(end, end, ")")]
+                candidate.setdefault(name, []).extend(wrapped)
+            edited, proof = self.try_edits(conversion, rung, [*steps, candidate])
+        return candidate, edited, proof
+
+
+def expression_of(
+    conversion: Conversion, number: WrongNumber
+) -> tuple[SourceText, ast.expr] | None:
+    """Return the expression of a number that a line shows; None if it is not known."""
+    file = conversion.files.get(number.location.file)
+    expressions = shown_expressions(file, number.location.line) if file else []
+    if file is None or len(expressions) != number.numbers:
+        return None
+    return file, expressions[number.position]
+
+
+def shown_expressions(file: SourceText, line: int) -> list[ast.expr]:
+    """Return the expressions that a line prints, those that may be numbers."""
+    calls = file.nodes_at(ast.Call, line)
+    matches: list[ast.expr] = []
+    for call in calls[-1:]:
+        for argument in call.args:
+            matches += expressions_in(argument)
+    return [item for item in matches if not isinstance(item, ast.Constant)]
+
+
+def expressions_in(node: ast.expr) -> list[ast.expr]:
+    match node:
+        case ast.JoinedStr(values=values):
+            return [item.value for item in values if isinstance(item, ast.FormattedValue)]
+        case ast.BinOp(left=ast.Constant(value=str()), op=ast.Mod(), right=right):
+            return list(right.elts) if isinstance(right, ast.Tuple) else [right]
+        case ast.Call(func=ast.Attribute(attr="format"), args=arguments, keywords=keywords):
+            return [*arguments, *(item.value for item in keywords)]
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            return [*expressions_in(left), *expressions_in(right)]
+    return [node]

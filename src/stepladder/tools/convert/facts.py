@@ -1,0 +1,145 @@
+"""What one run of a script has shown: which lines make, use, show and write what."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from stepladder.tools.check.events import Backward, FileWrite, Forward, NamesInUse, NamesWhereBuilt
+from stepladder.tools.check.recording import LoaderPass, RankLog, Recording
+from stepladder.tools.findings.finding import Location
+from stepladder.tools.probe.events import CodeLine
+
+
+class Use(NamedTuple):
+    """A function that uses an object: the line, the function, and its name for the object."""
+
+    location: Location
+    function: str
+    name: str
+
+
+@dataclass(frozen=True)
+class LoaderFacts:
+    """The passes over the loaders that one line makes."""
+
+    built: Location
+    passes: list[LoaderPass]
+    uses: list[tuple[Use, ...]]
+
+    @property
+    def is_training(self) -> bool:
+        return any(one_pass.is_training for one_pass in self.passes)
+
+    @property
+    def is_evaluation(self) -> bool:
+        return any(not one_pass.is_training for one_pass in self.passes)
+
+
+class ScriptFacts:
+    """What a run on one process has shown.
+
+    Args:
+        recording: The recording of the run.
+    """
+
+    def __init__(self, recording: Recording) -> None:
+        self.recording = recording
+        self.log: RankLog = recording.ranks[0]
+
+    def location(self, line: CodeLine) -> Location:
+        """Return a recorded line, by the file's path in the folder."""
+        name = line.file
+        for root in (self.recording.copy, self.recording.original):
+            name = name.removeprefix(f"{root}/")
+        return Location(name, line.line)
+
+    def uses_of(self, what: str, object_id: int) -> list[tuple[Use, ...]]:
+        """Return the uses of an object, each from the innermost function outwards."""
+        return [
+            self.uses_in(event)
+            for event in self.log.select(NamesInUse)
+            if event.what == what and event.object == object_id
+        ]
+
+    def uses_in(self, event: NamesInUse) -> tuple[Use, ...]:
+        """Return the functions of a use, from the innermost one outwards."""
+        return tuple(Use(self.location(CodeLine(*use[:3])), use[2], use[3]) for use in event.uses)
+
+    @cached_property
+    def loaders(self) -> list[LoaderFacts]:
+        """The loaders that are iterated, by the lines that make them."""
+        passes: dict[Location, list[LoaderPass]] = {}
+        for one_pass in self.log.passes:
+            if one_pass.loader_line:
+                passes.setdefault(self.location(one_pass.loader_line), []).append(one_pass)
+        return [
+            LoaderFacts(built, of, list(self.uses_of_passes(of))) for built, of in passes.items()
+        ]
+
+    def uses_of_passes(self, passes: Iterable[LoaderPass]) -> Iterator[tuple[Use, ...]]:
+        for loader in dict.fromkeys(one_pass.start.loader for one_pass in passes):
+            yield from self.uses_of("loader", loader)
+
+    @cached_property
+    def trained_models(self) -> list[int]:
+        """The ids of the models that are called for gradients."""
+        return list(dict.fromkeys(e.root for e in self.log.select(Forward) if e.grad))
+
+    @cached_property
+    def model_names(self) -> set[str]:
+        """The names that functions have for the trained models."""
+        names = {
+            use.name
+            for model in self.trained_models
+            for uses in self.uses_of("model", model)
+            for use in uses
+        }
+        names |= {
+            name
+            for event in self.log.select(NamesWhereBuilt)
+            for name, model in event.models
+            if model in self.trained_models
+        }
+        return names - {""}
+
+    @cached_property
+    def calls_without_gradient(self) -> set[Location]:
+        """The lines that call models, and never for a gradient."""
+        calls = [event for event in self.log.select(Forward) if event.at]
+        with_gradient = {self.location(event.at) for event in calls if event.grad and event.at}
+        return {self.location(event.at) for event in calls if event.at} - with_gradient
+
+    @cached_property
+    def has_batch_norm(self) -> bool:
+        return any(event.norms for event in self.log.select(Forward))
+
+    @cached_property
+    def draws_in_models(self) -> bool:
+        return any(event.drops for event in self.log.select(Forward))
+
+    @cached_property
+    def optimizer_places(self) -> list[tuple[Location, list[tuple[str, int]]]]:
+        """The lines that make optimizers, each with the names of the trained models there."""
+        return [
+            (
+                self.location(event.at),
+                [(name, model) for name, model in event.models if model in self.trained_models],
+            )
+            for event in self.log.select(NamesWhereBuilt)
+            if event.at
+        ]
+
+    @cached_property
+    def backwards(self) -> list[Location]:
+        return self.locations(Backward)
+
+    @cached_property
+    def writes(self) -> list[Location]:
+        return self.locations(FileWrite)
+
+    def locations(self, kind: type[FileWrite | Backward]) -> list[Location]:
+        lines = [event.at for event in self.log.select(kind) if event.at]
+        return list(dict.fromkeys(map(self.location, lines)))

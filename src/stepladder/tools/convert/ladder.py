@@ -1,0 +1,167 @@
+"""The ladder: rungs in their order, and the files of a script up to one of them."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from stepladder.tools.convert import rungs, rungs_snapshot
+from stepladder.tools.convert.helpers import HELPERS
+from stepladder.tools.convert.rungs import Conversion, Edits
+from stepladder.tools.convert.source import Edit, EditedText, SourceText
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One small change.
+
+    Args:
+        letter: Its place in the ladder.
+        title: What it does, in some words.
+        change: What changes, a sentence.
+        without: What would go wrong without it, a sentence.
+        alternatives: Functions that return its edits; the first that is proved is taken.
+        judged: The relations that hold from this rung on.
+        finish: Returns edits that hide a part of the evidence, and are made last; None without any.
+    """
+
+    letter: str
+    title: str
+    change: str
+    without: str
+    alternatives: tuple[Callable[[Conversion], Edits], ...]
+    judged: frozenset[str] = frozenset()
+    finish: Callable[[Conversion], Edits] | None = None
+
+
+ALL_OF_A_RUN = frozenset({"samples", "gradients", "shown-numbers", "files"})
+LADDER = (
+    Rung(
+        "a",
+        "join the other processes",
+        "The script joins the processes that torchrun starts, each with a GPU of its own; "
+        "started by python alone it is the only one.",
+        "Each process would train by itself, and know of no other.",
+        (rungs.join_processes,),
+    ),
+    Rung(
+        "b",
+        "share the training samples",
+        "Each process reads its share of each batch, and batches together are as large as before.",
+        "Each process would read all samples: the same work, done several times.",
+        (rungs.share_training_samples,),
+        frozenset({"samples"}),
+    ),
+    Rung(
+        "c",
+        "average the gradients",
+        "The model is wrapped, so that all processes make the same step; what is named of the "
+        "model is named of the one inside.",
+        "Each process would train another model, on its share alone.",
+        (
+            rungs.wrap_models,
+            partial(rungs.wrap_models, arguments=", find_unused_parameters=True"),
+            rungs.scale_summed_loss,
+        ),
+        frozenset({"samples", "gradients"}),
+    ),
+    Rung(
+        "d",
+        "share the evaluation",
+        "Each process evaluates whole batches, each sample once, and the results are added up.",
+        "Each process would evaluate everything, which takes as long as on one.",
+        (rungs.share_evaluation,),
+        frozenset({"samples", "gradients"}),
+    ),
+    Rung(
+        "e",
+        "show the numbers of all processes",
+        "Sums and means are those of all processes, and one process prints them.",
+        "Each process would print its own numbers, of its share alone.",
+        (rungs.sum_numbers_of_training,),
+        frozenset({"samples", "gradients", "shown-numbers"}),
+        rungs.print_once,
+    ),
+    Rung(
+        "f",
+        "write files once",
+        "One process writes each file, and a snapshot is there whole or not at all.",
+        "All processes would write the same file at once, and could leave half of it.",
+        (rungs.write_once,),
+        ALL_OF_A_RUN,
+    ),
+    Rung(
+        "g",
+        "save and resume",
+        "All that goes on is saved at the end of each epoch, and the next start goes on there.",
+        "A start after a failure would begin at the first epoch, or with another state.",
+        (rungs_snapshot.save_and_resume,),
+        ALL_OF_A_RUN | {"resume"},
+    ),
+    Rung(
+        "h",
+        "stop when asked",
+        "After SIGTERM the script saves at the end of the epoch, and ends with exit code 75, after "
+        "which `stepladder submit` starts it again.",
+        "A cluster that takes its nodes back would end it without a snapshot of this epoch.",
+        (rungs_snapshot.stop_when_asked,),
+        ALL_OF_A_RUN,
+    ),
+)
+
+
+NEEDED_BY = {
+    "mean_over_processes": "sum_over_processes",
+    "exit_if_asked": "sum_over_processes",
+    "save_snapshot": "save_once",
+}
+
+
+def compose(files: dict[str, SourceText], steps: Sequence[Edits]) -> dict[str, EditedText]:
+    """Return the files with the edits of rungs, and with the functions that these call."""
+    composed = {}
+    for name, file in files.items():
+        imports: list[str] = []
+        functions: list[str] = []
+        edits: list[Edit] = []
+        for step in steps:
+            step_edits = step.get(name, [])
+            edits += step_edits
+            for helper in helpers_in(step_edits):
+                imports += HELPERS[helper].imports
+                functions.append(HELPERS[helper].text)
+        if edits:
+            composed[name] = file.apply([*definitions(file, imports, functions), *edits])
+    return composed
+
+
+def helpers_in(edits: list[Edit]) -> list[str]:
+    """Return the functions that edits call, and those that these call."""
+    text = "\n".join(edit.text for edit in edits)
+    used = [name for name in HELPERS if re.search(rf"\b{name}\b", text)]
+    for name, needed in NEEDED_BY.items():
+        used += [needed] * (name in used and needed not in used)
+    return [name for name in HELPERS if name in used]
+
+
+def definitions(file: SourceText, imports: list[str], functions: list[str]) -> list[Edit]:
+    """Return the edits that import and define what a file does not have yet."""
+    known = set(file.text.splitlines())
+    lines = [line for line in dict.fromkeys(imports) if line not in known]
+    text = "".join(f"{line}\n" for line in lines)
+    text += "".join(f"\n\n{function}\n" for function in dict.fromkeys(functions) if function)
+    return [file.insert_after(last_import(file), text)] if text else []
+
+
+def last_import(file: SourceText) -> ast.stmt:
+    """Return the last of the imports with which a file begins, or its first statement."""
+    last = file.tree.body[0]
+    for statement in file.tree.body:
+        is_docstring = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+        if not isinstance(statement, ast.Import | ast.ImportFrom) and not is_docstring:
+            break
+        last = statement
+    return last

@@ -1,0 +1,271 @@
+"""The proof of a rung: what holds between the script as it was and the converted one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import NamedTuple
+
+from stepladder.core.numbers import format_count
+from stepladder.tools.check.events import BeforeStep, FileWrite, Print, Save
+from stepladder.tools.check.recording import RankLog, Recording
+from stepladder.tools.check.relations import gradients, shown
+from stepladder.tools.check.relations.frozen_runs import FrozenRuns
+from stepladder.tools.check.relations.samples_read import other_samples, training_samples
+from stepladder.tools.convert.facts import ScriptFacts
+from stepladder.tools.convert.source import EditedText
+from stepladder.tools.convert.starts import Start, Started
+from stepladder.tools.findings.finding import Location
+from stepladder.tools.probe.events import CodeLine
+
+JUDGED_ON_ONE = frozenset({"samples", "gradients", "shown-numbers"})
+MIN_TIME_RATIO = 1.5
+MAX_SHARE_REPEATED = 0.05  # of the samples: those that make shares equal
+
+
+class WrongNumber(NamedTuple):
+    """A number that a line shows.
+
+    Args:
+        location: The line.
+        position: Which of its numbers.
+        numbers: How many it shows.
+        is_counter: Whether it is the same with other weights, and on each process.
+    """
+
+    location: Location
+    position: int
+    numbers: int
+    is_counter: bool
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What runs of a converted script have shown.
+
+    Args:
+        holds: What held, a line for each relation.
+        broken: What did not hold, a line for each relation.
+        wrong_numbers: The shown numbers that are not those of all processes.
+    """
+
+    holds: list[str] = field(default_factory=list)
+    broken: list[str] = field(default_factory=list)
+    wrong_numbers: list[WrongNumber] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Original:
+    """Runs of the script as it was, with frozen weights, on one process."""
+
+    reference: Recording
+    shuffled: Recording
+    reweighted: Recording
+
+
+def starts_of_original() -> dict[str, Start]:
+    """Return the starts of the script as it is."""
+    return {
+        "reference": Start(frozen="plain"),
+        "shuffled": Start(frozen="shuffled"),
+        "reweighted": Start(frozen="reweighted"),
+    }
+
+
+def starts_of_converted(files: Mapping[str, str]) -> dict[str, Start]:
+    return {"one": Start(files, 0), "two": Start(files, 2)}
+
+
+def prove(
+    original: Original,
+    started: Mapping[str, Started],
+    files: Mapping[str, EditedText],
+    judged: frozenset[str],
+) -> Proof:
+    """Compare a converted script, on one and on two processes, with the script as it was."""
+    proof = Proof()
+    for name, processes in (("one", "1 process"), ("two", "2 processes")):
+        if reason := why_failed(started[name]):
+            proof.broken.append(f"on {processes} it {reason}")
+            return proof
+    for name, processes in (("one", "1 process"), ("two", "2 processes")):
+        compared = with_original_lines(started[name].recording, files)
+        runs = FrozenRuns(
+            with_original_lines(original.reference),
+            compared,
+            with_original_lines(original.shuffled),
+            with_original_lines(original.reweighted),
+        )
+        relations = JUDGED_ON_ONE if name == "one" else judged
+        judge(proof, runs, relations, f"on {processes}")
+    return proof
+
+
+def why_failed(started: Started) -> str:
+    """Return why a run proves nothing, with the last line that it has printed; or ""."""
+    outcome = started.outcome
+    if outcome.late:
+        return "takes too long"
+    if outcome.has_stalled and not outcome.has_raised:
+        return f"stands still {outcome.position}".rstrip()
+    if outcome.failed:
+        rank = next(iter(outcome.failed_ranks), 0)
+        lines = outcome.output(rank).strip().splitlines()
+        return f"fails: {lines[-1] if lines else outcome.codes}"
+    return ""
+
+
+def judge(proof: Proof, runs: FrozenRuns, relations: frozenset[str], where: str) -> None:
+    """Add to the proof what holds and what does not, in one run of the converted script."""
+    if "samples" in relations:
+        judge_samples(proof, runs, where)
+    if "gradients" in relations:
+        violations = list(gradients.violations(runs))
+        proof.broken.extend(f"gradients {where}: {item.evidence}" for item in violations)
+        steps = gradients.count_compared(runs)
+        if steps and not violations:
+            proof.holds.append(f"gradients {where}: the mean of {format_count(steps, 'step')}")
+    if "shown-numbers" in relations:
+        judge_numbers(proof, runs, where)
+    if "files" in relations:
+        writers = [log.rank for log in runs.compared.ranks if log.select(Save, FileWrite)]
+        if len(writers) > 1:
+            proof.broken.append(f"files {where}: ranks {', '.join(map(str, writers))} write")
+        elif writers:
+            proof.holds.append(f"files {where}: one process writes")
+
+
+def judge_numbers(proof: Proof, runs: FrozenRuns, where: str) -> None:
+    """Judge each number that is shown: it is that of one process, on each rank that shows it."""
+    reasons: dict[Location, str] = {}
+    for line, index, reason, is_counter in [*differing(runs), *local(runs), *counters(runs)]:
+        location = Location(line.file, line.line)
+        numbers = numbers_of(runs.reference.ranks[0], line)
+        if all((item.location, item.position) != (location, index) for item in proof.wrong_numbers):
+            proof.wrong_numbers.append(WrongNumber(location, index, numbers, is_counter))
+        reasons.setdefault(location, reason)
+    proof.broken.extend(f"line {location.line} {where}: {why}" for location, why in reasons.items())
+    lines = shown.count_compared(runs)
+    if lines and not reasons:
+        proof.holds.append(f"numbers {where}: {format_count(lines, 'line')}")
+
+
+Judgement = tuple[CodeLine, int, str, bool]
+
+
+def differing(runs: FrozenRuns) -> Iterator[Judgement]:
+    """Yield the numbers that are not those of one process."""
+    for number in shown.compared_numbers(runs):
+        line, _, index = number.place
+        violation = shown.compare(number)
+        if line and violation:
+            yield line, index, violation.evidence, False
+
+
+def local(runs: FrozenRuns) -> Iterator[Judgement]:
+    """Yield the numbers that ranks show with different values, but for those made of time."""
+    first, *others = [shown.read_series(log) for log in runs.compared.ranks]
+    reference = series_of(runs.reference)
+    fast = series_of(runs.shuffled)
+    for location, series in first.items():
+        line, _, index = location
+        if line is None or location not in reference or location not in fast:
+            continue
+        if is_of_time(reference[location], fast[location]):
+            continue
+        for item in others:
+            if location in item and item[location].values != series.values:
+                values = (
+                    f"{series.values[-1]:.6g} on rank 0, {item[location].values[-1]:.6g} on another"
+                )
+                yield line, index, f"each rank shows a number of its own: {values}", False
+
+
+def counters(runs: FrozenRuns) -> Iterator[Judgement]:
+    """Yield the numbers that depend on neither weights nor chance, and differ from one process."""
+    reference = series_of(runs.reference)
+    shuffled = series_of(runs.shuffled)
+    reweighted = series_of(runs.reweighted)
+    compared = series_of(runs.compared)
+    for location, series in reference.items():
+        line, _, index = location
+        is_counter = all(
+            location in other and other[location].values == series.values
+            for other in (shuffled, reweighted)
+        )
+        if line and is_counter and location in compared:
+            expected, matches = max(series.values), max(compared[location].values)
+            if abs(matches - expected) > MAX_SHARE_REPEATED * abs(expected):
+                yield line, index, f"{matches:.6g} at most, {expected:.6g} on one process", True
+
+
+def series_of(recording: Recording | None) -> dict[shown.Place, shown.Series]:
+    """Return the numbers that the first rank of a run shows."""
+    assert recording is not None
+    return shown.read_series(recording.ranks[0])
+
+
+def is_of_time(series: shown.Series, fast: shown.Series) -> bool:
+    """Return whether a number grows with the rate of the clock, which is faster in one run."""
+    low, high = sorted((abs(series.mean), abs(fast.mean)))
+    return high > MIN_TIME_RATIO * low
+
+
+def numbers_of(log: RankLog, line: CodeLine) -> int:
+    return 1 + max(location[2] for location in shown.read_series(log) if location[0] == line)
+
+
+def judge_samples(proof: Proof, runs: FrozenRuns, where: str) -> None:
+    for what, read in (("training", training_samples), ("evaluation", other_samples)):
+        reference = read(runs.reference)
+        moved = read(runs.compared).share_moved(reference)
+        if moved is None or reference.counts is None or not reference.counts:
+            continue
+        if what == "evaluation" and moved:
+            continue  # judged by the shown numbers: not shared before its rung
+        if moved > MAX_SHARE_REPEATED:
+            proof.broken.append(f"samples of {what} {where}: {100 * moved:.0f} % other ones")
+        else:
+            count = format_count(len(reference.counts), "sample")
+            proof.holds.append(f"samples {where}: {count} of {what}, as often as before")
+
+
+def with_original_lines(
+    recording: Recording, files: Mapping[str, EditedText] = MappingProxyType({})
+) -> Recording:
+    """Return a recording with the lines of the script as it was.
+
+    What an inserted function prints was printed by its caller.
+    """
+    facts = ScriptFacts(recording)
+
+    def original(line: CodeLine | None) -> CodeLine | None:
+        if line is None:
+            return None
+        location = facts.location(line)
+        if location.file not in files:
+            return line
+        number = files[location.file].original_lines[location.line - 1]
+        return None if number is None else CodeLine(line.file, number, line.function)
+
+    def moved(log: RankLog) -> RankLog:
+        events = []
+        for event in log.events:
+            if isinstance(event, Print):
+                at = original(event.at) or original(event.caller)
+                event = replace(event, at=named(facts, at), caller=None)
+            elif isinstance(event, BeforeStep | Save | FileWrite):
+                event = replace(event, at=original(event.at))
+            events.append(event)
+        return replace(log, events=events, worker_events=log.worker_events)
+
+    return replace(recording, ranks=[moved(log) for log in recording.ranks])
+
+
+def named(facts: ScriptFacts, line: CodeLine | None) -> CodeLine | None:
+    """Return a line by the path of its file in the folder, which is the same in each copy."""
+    if line is None:
+        return None
+    location: Location = facts.location(line)
+    return CodeLine(location.file, location.line)

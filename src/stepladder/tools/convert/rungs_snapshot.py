@@ -1,0 +1,141 @@
+"""The rungs that let a training go on where it was stopped."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass
+
+from stepladder.tools.check.events import NamesInUse
+from stepladder.tools.convert.facts import Use
+from stepladder.tools.convert.rungs import (
+    Conversion,
+    Edits,
+    add,
+    assigned_before,
+    find_epoch_loop,
+    name_of_epoch,
+)
+from stepladder.tools.convert.source import CannotConvert, Edit, SourceText
+
+SNAPSHOT = '"snapshot.pt"'
+
+
+@dataclass(frozen=True)
+class EpochLoop:
+    """The loop over epochs, and what goes on from one epoch to the next.
+
+    Args:
+        file: Its file.
+        loop: The loop.
+        parts: The names of models, optimizers and schedules there.
+        values: The variables that begin before the loop and change in it.
+    """
+
+    file: SourceText
+    loop: ast.For
+    parts: list[str]
+    values: list[str]
+
+
+def read_epoch_loop(conversion: Conversion) -> EpochLoop:
+    """Return the loop over epochs.
+
+    Raises:
+        CannotConvert: There is none over a range, or a part has no name there.
+    """
+    for loader in conversion.facts.loaders:
+        matches = find_epoch_loop(conversion, loader) if loader.is_training else None
+        if matches is not None:
+            file, loop, _ = matches
+            return EpochLoop(
+                file, loop, parts_of(conversion, file, loop), changing_values(file, loop)
+            )
+    raise CannotConvert("no loop over epochs: a snapshot is saved at the end of each")
+
+
+def parts_of(conversion: Conversion, file: SourceText, loop: ast.For) -> list[str]:
+    scope = file.scope_of(loop)
+    names: dict[int, str] = {}
+    needed: set[int] = set()
+    for event in conversion.facts.log.select(NamesInUse):
+        if event.what == "loader":
+            continue
+        if event.what != "model" or event.object in conversion.facts.trained_models:
+            needed.add(event.object)
+        for use in conversion.facts.uses_in(event):
+            if use.name and is_in(conversion, use, file, scope):
+                names.setdefault(event.object, use.name)
+    if needed - names.keys():
+        raise CannotConvert(
+            f"{file.name}:{loop.lineno} has no name for a model, an optimizer or a schedule"
+        )
+    return [names[item] for item in names if item in needed]
+
+
+def is_in(conversion: Conversion, use: Use, file: SourceText, scope: ast.AST) -> bool:
+    if use.location.file != file.name:
+        return False
+    return file.scope_of(conversion.statement(use.location)) is scope
+
+
+def changing_values(file: SourceText, loop: ast.For) -> list[str]:
+    """Return the variables that are assigned before a loop, and again or added to in it."""
+    changed: dict[str, None] = {}
+    for node in ast.walk(loop):
+        match node:
+            case ast.AugAssign(target=ast.Name(id=name)):
+                changed[name] = None
+            case ast.Assign(targets=targets):
+                names = [n for target in targets for n in ast.walk(target)]
+                changed |= {n.id: None for n in names if isinstance(n, ast.Name)}
+            case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr="append" | "extend")):
+                changed[name] = None
+    before = assigned_before(file, loop)
+    return [name for name in changed if name in before]
+
+
+def save_and_resume(conversion: Conversion) -> Edits:
+    """Save everything at the end of each epoch, and go on from there."""
+    epochs = read_epoch_loop(conversion)
+    file, loop = epochs.file, epochs.loop
+    edits: Edits = {}
+    models = conversion.facts.model_names
+    parts = ", ".join(
+        f'"{name.removeprefix("self.")}": {name}{".module" if name in models else ""}'
+        for name in epochs.parts
+    )
+    lines = [f"parts = {{{parts}}}", f"snapshot = load_snapshot({SNAPSHOT}, parts)"]
+    lines += [f'{name} = snapshot.get("{name}", {name})' for name in epochs.values]
+    add(edits, file, file.insert_before(loop, "\n".join(lines)), begin_at(file, loop))
+    values = "".join(f", {name}={name}" for name in epochs.values)
+    epoch = name_of_epoch(file, loop)
+    save = f"save_snapshot({SNAPSHOT}, parts, epoch={epoch} + 1{values})"
+    add(edits, file, file.insert_after(loop.body[-1], save))
+    return edits
+
+
+def begin_at(file: SourceText, loop: ast.For) -> Edit:
+    """Return the edit that begins a loop over a range at the epoch of the snapshot.
+
+    Raises:
+        CannotConvert: It is over something else.
+    """
+    match loop.iter:
+        case ast.Call(func=ast.Name(id="range"), args=[_], keywords=[]):
+            return file.insert_at(file.start(loop.iter.args[0]), 'snapshot.get("epoch", 0), ')
+        case ast.Call(func=ast.Name(id="range"), args=[first, _], keywords=[]):
+            return file.replace(first, f'snapshot.get("epoch", {file.text_of(first)})')
+    raise CannotConvert(f"{file.name}:{loop.lineno} is no loop over a range")
+
+
+def stop_when_asked(conversion: Conversion) -> Edits:
+    """End with exit code 75 after the snapshot of an epoch in which SIGTERM has come."""
+    epochs = read_epoch_loop(conversion)
+    edits: Edits = {}
+    add(
+        edits,
+        epochs.file,
+        epochs.file.insert_before(epochs.loop, "watch_for_stop()"),
+        epochs.file.insert_after(epochs.loop.body[-1], "exit_if_asked()"),
+    )
+    return edits

@@ -1,0 +1,261 @@
+"""A script's files as text and as syntax trees, and edits of them that keep everything else."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from operator import attrgetter
+from pathlib import Path
+from typing import TypeVar
+
+from stepladder.core.python_file import parse_source
+from stepladder.tools.check.script_source import SourceFile
+
+Node = TypeVar("Node", bound=ast.AST)
+Scope = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef
+LOOPS = (ast.For, ast.While, ast.AsyncFor)
+INDENT = "    "
+
+
+AFTER, BEFORE, AROUND, INDENTED, WITHIN = range(5)  # the order of edits at one place
+
+
+class CannotConvert(Exception):
+    """A step cannot be made; the text says what a person must decide or do."""
+
+
+@dataclass(frozen=True)
+class Edit:
+    """A part of a file's text that is replaced.
+
+    Args:
+        start: Where it begins, as an index of the original text.
+        end: Where it ends; `start` where text is inserted.
+        text: What comes in its place.
+        order: Which comes first of several at one place: what ends a block, what comes before a
+            statement, what is put around it, its indentation, and what changes within it.
+    """
+
+    start: int
+    end: int
+    text: str
+    order: int = WITHIN
+
+
+@dataclass
+class EditedText:
+    """A text with edits.
+
+    Args:
+        text: The new text.
+        original_lines: For each of its lines, the number of the original line; None where the line
+            was inserted.
+    """
+
+    text: str
+    original_lines: list[int | None] = field(default_factory=list)
+
+
+class SourceText:
+    """One file of a script.
+
+    Args:
+        name: Its path in the folder that is copied.
+        path: Its path.
+    """
+
+    def __init__(self, name: str, path: Path) -> None:
+        self.name = name
+        self.tree = parse_source(path)
+        self.text = path.read_text(encoding="utf-8")
+        self.qualified_name = SourceFile(path, name, self.tree, self.text).qualified_name
+
+    @cached_property
+    def lines(self) -> list[str]:
+        return self.text.splitlines(keepends=True)
+
+    @cached_property
+    def line_starts(self) -> list[int]:
+        """The index at which each line begins, and that of the end of the text."""
+        starts = [0]
+        for line in self.lines:
+            starts.append(starts[-1] + len(line))
+        return starts
+
+    @cached_property
+    def parents(self) -> dict[ast.AST, ast.AST]:
+        return {child: node for node in ast.walk(self.tree) for child in ast.iter_child_nodes(node)}
+
+    def index(self, line: int, column: int) -> int:
+        """Return the index of a position of the tree, whose columns are bytes."""
+        text = self.lines[line - 1]
+        return self.line_starts[line - 1] + len(text.encode()[:column].decode())
+
+    def start(self, node: ast.expr | ast.stmt) -> int:
+        return self.index(node.lineno, node.col_offset)
+
+    def end(self, node: ast.expr | ast.stmt) -> int:
+        assert node.end_lineno is not None and node.end_col_offset is not None
+        return self.index(node.end_lineno, node.end_col_offset)
+
+    def text_of(self, node: ast.expr | ast.stmt) -> str:
+        return self.text[self.start(node) : self.end(node)]
+
+    def nodes(self, kind: type[Node], within: ast.AST | None = None) -> Iterator[Node]:
+        for node in ast.walk(within or self.tree):
+            if isinstance(node, kind):
+                yield node
+
+    def nodes_at(self, kind: type[Node], line: int) -> list[Node]:
+        """Return the nodes of a kind that cover a line, the innermost first."""
+        matches = [
+            node
+            for node in self.nodes(kind)
+            if getattr(node, "lineno", 0) <= line <= (getattr(node, "end_lineno", 0) or 0)
+        ]
+        return sorted(matches, key=lambda node: self.end(node) - self.start(node))  # type: ignore[arg-type]
+
+    def statement_at(self, line: int) -> ast.stmt:
+        """Return the innermost statement of a line.
+
+        Raises:
+            CannotConvert: The line has none.
+        """
+        if statements := self.nodes_at(ast.stmt, line):
+            return statements[0]
+        raise CannotConvert(f"{self.name}:{line} is no statement")
+
+    def ancestors(self, node: ast.AST) -> Iterator[ast.AST]:
+        while node in self.parents:
+            node = self.parents[node]
+            yield node
+
+    def scope_of(self, node: ast.AST) -> Scope:
+        """Return the function that holds a node, or the module."""
+        return next(item for item in self.ancestors(node) if isinstance(item, Scope))
+
+    def loops_around(self, node: ast.AST) -> list[ast.stmt]:
+        """Return the loops of the same function that hold a node, the innermost first."""
+        loops: list[ast.stmt] = []
+        for item in self.ancestors(node):
+            if isinstance(item, Scope):
+                break
+            if isinstance(item, LOOPS):
+                loops.append(item)
+        return loops
+
+    def block_of(self, statement: ast.stmt) -> list[ast.stmt]:
+        """Return the statements of the block that holds a statement."""
+        parent = self.parents[statement]
+        for _, value in ast.iter_fields(parent):
+            if isinstance(value, list) and statement in value:
+                return value
+        raise CannotConvert(f"{self.name}:{statement.lineno} is in no block")
+
+    def indentation(self, statement: ast.stmt) -> str:
+        """Return the white space before a statement.
+
+        Raises:
+            CannotConvert: It shares its line with another one.
+        """
+        begin = self.line_starts[self.first_line(statement) - 1]
+        before = self.text[begin : self.start(statement)]
+        if before.strip() and not before.strip().startswith("@"):
+            raise CannotConvert(
+                f"{self.name}:{statement.lineno} has two statements: give each its own line"
+            )
+        return before[: len(before) - len(before.lstrip())]
+
+    def first_line(self, statement: ast.stmt) -> int:
+        """Return the line at which a statement begins, with its decorators."""
+        decorators = getattr(statement, "decorator_list", [])
+        return min(statement.lineno, *(int(item.lineno) for item in decorators), statement.lineno)
+
+    def insert_before(self, statement: ast.stmt, text: str) -> Edit:
+        begin = self.line_starts[self.first_line(statement) - 1]
+        return self.insert(begin, text, self.indentation(statement), BEFORE)
+
+    def insert_after(self, statement: ast.stmt, text: str) -> Edit:
+        indentation = self.indentation(statement)
+        assert statement.end_lineno is not None
+        at = self.line_starts[statement.end_lineno]
+        if not self.text[:at].endswith("\n"):
+            indented = "".join(f"\n{indentation}{line}" for line in text.splitlines())
+            return Edit(at, at, indented, AFTER)
+        return self.insert(at, text, indentation, AFTER)
+
+    @staticmethod
+    def insert(at: int, text: str, indentation: str, order: int) -> Edit:
+        lines = [f"{indentation}{line}".rstrip() for line in text.splitlines()]
+        return Edit(at, at, "".join(f"{line}\n" for line in lines), order)
+
+    @staticmethod
+    def insert_at(index: int, text: str) -> Edit:
+        return Edit(index, index, text)
+
+    def replace(self, node: ast.expr | ast.stmt, text: str) -> Edit:
+        return Edit(self.start(node), self.end(node), text)
+
+    def wrap(self, node: ast.expr, before: str, edited: str = ")") -> list[Edit]:
+        """Return the edits that put text around an expression."""
+        return [
+            Edit(self.start(node), self.start(node), before),
+            Edit(self.end(node), self.end(node), edited),
+        ]
+
+    def guard(self, statement: ast.stmt, condition: str) -> list[Edit]:
+        """Return the edits that put a statement below an `if`.
+
+        Raises:
+            CannotConvert: A text of several lines in it would be indented.
+        """
+        assert statement.end_lineno is not None
+        for node in self.nodes(ast.Constant, statement):
+            if isinstance(node.value, str) and node.end_lineno != node.lineno:
+                raise CannotConvert(f"{self.name}:{node.lineno} is a text of several lines")
+        edits = [replace(self.insert_before(statement, f"if {condition}:"), order=AROUND)]
+        for line in range(self.first_line(statement), statement.end_lineno + 1):
+            if self.lines[line - 1].strip():
+                begin = self.line_starts[line - 1]
+                edits.append(Edit(begin, begin, INDENT, INDENTED))
+        return edits
+
+    def apply(self, edits: list[Edit]) -> EditedText:
+        """Return the text with edits; those at one place in the order of the list."""
+        pieces: list[tuple[str, int | None]] = []  # with the index in the original, if it has one
+        position = 0
+        for edit in sorted(edits, key=attrgetter("start", "order")):
+            if edit.start < position:
+                raise CannotConvert(f"{self.name}: two changes of one place")
+            pieces += [(self.text[position : edit.start], position), (edit.text, None)]
+            position = edit.end
+        pieces.append((self.text[position:], position))
+        text = "".join(piece for piece, _ in pieces)
+        return EditedText(text, self.map_lines(pieces))
+
+    def map_lines(self, pieces: list[tuple[str, int | None]]) -> list[int | None]:
+        """Return the original line of each new line: that of its first original character."""
+        lines: list[int | None] = [None]
+        for piece, position in pieces:
+            for offset, character in enumerate(piece):
+                if lines[-1] is None and position is not None and not character.isspace():
+                    lines[-1] = self.line_at(position + offset)
+                if character == "\n":
+                    lines.append(None)
+        return lines
+
+    def line_at(self, index: int) -> int:
+        """Return the number of the line of an index."""
+        return bisect_right(self.line_starts, index)
+
+
+def diff(name: str, before: str, edited: str) -> str:
+    """Return the unified diff of a file."""
+    lines = difflib.unified_diff(
+        before.splitlines(keepends=True), edited.splitlines(keepends=True), name, name, n=1
+    )
+    return "".join(lines)

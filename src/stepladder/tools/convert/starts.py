@@ -1,0 +1,122 @@
+"""Starts of a script, as it is or converted, each in a copy of its own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+from stepladder.tools.check.fork_servers import ForkServers
+from stepladder.tools.check.isolation.sandbox import Sandbox, SandboxFolders
+from stepladder.tools.check.launch_style import LaunchStyle
+from stepladder.tools.check.probe_settings import ProbeSettings
+from stepladder.tools.check.rank_processes import LaunchOutcome, RankLaunch, run_together
+from stepladder.tools.check.recording import Recording, read_recording
+from stepladder.tools.check.script_runs import ScriptRun
+
+Variant = Literal["", "plain", "shuffled", "reweighted"]
+
+
+@dataclass(frozen=True)
+class Start:
+    """One start of the script.
+
+    Args:
+        files: The new text of files that are converted, by their path in the folder.
+        nproc: The number of processes; 0 for one that torchrun has not started.
+        frozen: Which run with frozen weights this is; empty where weights move.
+    """
+
+    files: Mapping[str, str] = field(default_factory=dict)
+    nproc: int = 0
+    frozen: Variant = "plain"
+
+
+@dataclass(frozen=True)
+class Started:
+    """A start that is over."""
+
+    recording: Recording
+    outcome: LaunchOutcome
+    run: ScriptRun
+
+
+class ScriptStarter:
+    """Starts a script in copies of its folder.
+
+    Args:
+        style: How it is started.
+        args: Its arguments.
+        scratch: A folder for the copies.
+        servers: The processes from which the ranks are forked.
+        epochs: The training passes to watch; 0 for two, and more as long as the run is short.
+        timeout_s: The seconds that a start may take.
+    """
+
+    def __init__(
+        self,
+        style: LaunchStyle,
+        args: tuple[str, ...],
+        scratch: Path,
+        servers: ForkServers,
+        epochs: int,
+        timeout_s: float,
+    ) -> None:
+        self.style = style
+        self.args = args
+        self.scratch = scratch
+        self.servers = servers
+        self.epochs = epochs
+        self.timeout_s = timeout_s
+        self.count = 0
+        (scratch / "recordings").mkdir()
+
+    def run(self, starts: Mapping[str, Start]) -> dict[str, Started]:
+        """Run several starts at once; return how each has ended, by its name."""
+        with ExitStack() as stack:
+            launches = {}
+            for name, start in starts.items():
+                self.count += 1
+                copy = self.scratch / f"copy-{self.count}"
+                folders = SandboxFolders(self.scratch, copy, self.style.root, self.args)
+                sandbox = stack.enter_context(closing(Sandbox(folders)))
+                for file, text in start.files.items():
+                    (copy / file).write_text(text, encoding="utf-8")
+                launches[f"{self.count}-{name}"] = self.launch(start, sandbox)
+            outcomes = run_together(launches)
+        started = {}
+        for name, (key, launch) in zip(starts, launches.items(), strict=True):
+            settings = replace(launch.settings, folder=str(outcomes[key].folder))
+            recording = read_recording(outcomes[key].folder, settings.original, settings.copy)
+            run = ScriptRun(replace(launch, settings=settings), outcomes[key], recording)
+            started[name] = Started(recording, outcomes[key], run)
+        return started
+
+    def launch(self, start: Start, sandbox: Sandbox) -> RankLaunch:
+        root = self.style.root
+        settings = ProbeSettings(
+            str(self.scratch / "recordings"),
+            roots=(str(self.scratch), str(root)),
+            copy=str(sandbox.folders.copy),
+            original=str(root),
+            epochs=self.epochs,
+            enough_after_s=-math.inf if start.frozen else self.timeout_s / 4,
+            frozen=start.frozen,
+            names=True,
+        )
+        return RankLaunch(
+            self.style.python_args,
+            self.args,
+            max(1, start.nproc),
+            settings,
+            sandbox,
+            self.servers,
+            folder=self.style.subfolder,
+            gpus_available=False,
+            is_alone=not start.nproc,
+            nodes=1,
+            timeout_s=self.timeout_s,
+        )

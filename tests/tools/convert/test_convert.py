@@ -1,0 +1,91 @@
+"""A script of one process is converted as far as runs prove it, and is said why no further."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from processes import run
+from stepladder.tools.convert.convert import Conversions, Converter, Request, convert
+from stepladder.tools.convert.ladder import LADDER, Rung, compose
+from stepladder.tools.convert.proof import Proof
+from stepladder.tools.convert.rungs import Conversion, Edits
+from stepladder.tools.convert.source import EditedText
+
+EXAMPLE = Path(__file__).parents[3] / "docs" / "examples" / "one_process.py"
+BY_HAND = """\
+import torch
+
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+data = torch.randn(64, 4)
+for step in range(8):
+    optimizer.zero_grad()
+    model(data[8 * step : 8 * step + 8]).square().mean().backward()
+    optimizer.step()
+"""
+
+pytestmark = pytest.mark.ranks
+
+
+def convert_in(folder: Path, monkeypatch: pytest.MonkeyPatch, last: str) -> Conversions:
+    monkeypatch.chdir(folder)
+    return convert(Request(folder / "train.py", (), last))
+
+
+@pytest.mark.slow
+def test_samples_that_are_cut_by_hand_are_left_to_a_person(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "train.py").write_text(BY_HAND)
+    result = convert_in(tmp_path, monkeypatch, "a")
+    assert not result.rungs and not result.files
+    assert "reads no torch DataLoader" in result.stopped
+    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
+
+
+@pytest.mark.slow
+def test_a_stopped_script_goes_on_with_other_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copy(EXAMPLE, tmp_path / "train.py")
+    monkeypatch.setattr(Converter, "try_edits", take_edits)  # its page proves each rung
+    monkeypatch.setattr(Converter, "check_resume", lambda *_: None)
+    text = convert_in(tmp_path, monkeypatch, LADDER[-1].letter).files["train.py"]
+    (tmp_path / "whole.py").write_text(text.replace("snapshot.pt", "whole.pt"))
+    whole = run("whole.py", cwd=tmp_path, command=(sys.executable,))
+    stopping = "epoch == 1 and os.kill(os.getpid(), signal.SIGTERM)\n        exit_if_asked()"
+    (tmp_path / "train_ddp.py").write_text(
+        text.replace("exit_if_asked()\n    ", f"{stopping}\n    ")
+    )
+    stopped = run("run", "--nproc", "2", "train_ddp.py", cwd=tmp_path)
+    assert stopped.returncode == 75, stopped.stderr
+    resumed = run("train_ddp.py", cwd=tmp_path, command=(sys.executable,))
+    assert resumed.returncode == 0, resumed.stderr
+    assert resumed.stdout.splitlines() == whole.stdout.splitlines()[4:]
+
+
+def take_edits(
+    self: Converter, conversion: Conversion, rung: Rung, steps: list[Edits]
+) -> tuple[dict[str, EditedText], Proof]:
+    return compose(conversion.files, steps), Proof()
+
+
+@pytest.mark.slow
+def test_a_script_that_fails_is_told_as_bad_input(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import torch\nraise ValueError('its own')\n")
+    done = run("convert", "train.py", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "on one process fails: ValueError: its own" in done.stderr
+
+
+def test_nothing_is_written_over_a_file(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(BY_HAND)
+    (tmp_path / "train_ddp.py").write_text("mine")
+    done = run("convert", "--write", "train.py", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "train_ddp.py exists" in done.stderr
+    assert (tmp_path / "train_ddp.py").read_text() == "mine"

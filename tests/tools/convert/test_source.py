@@ -1,0 +1,107 @@
+"""Edits of a script keep everything that they do not change."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from stepladder.tools.convert.source import CannotConvert, SourceText, diff
+
+TEXT = """\
+import torch  # the only import
+
+
+@decorated
+def train(model):  # é
+    for epoch in range(3):
+        for batch in loader:  # all of them
+            loss = model(batch); loss.backward()
+        print("Ω", loss)
+
+train(model)
+"""
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> SourceText:
+    path = tmp_path / "train.py"
+    path.write_text(TEXT)
+    return SourceText("train.py", path)
+
+
+def test_no_edit_changes_nothing(source: SourceText) -> None:
+    edited = source.apply([])
+    assert edited.text == TEXT
+    numbers = [number for number in edited.original_lines if number]
+    assert numbers == [1, 4, 5, 6, 7, 8, 9, 11]
+
+
+def test_lines_come_before_and_after_a_statement_with_its_indentation(source: SourceText) -> None:
+    loop = source.statement_at(7)
+    edits = [source.insert_before(loop, "begin()"), source.insert_after(loop, "end()\nlog()")]
+    text = source.apply(edits).text
+    assert "        begin()\n        for batch in loader:  # all of them\n" in text
+    assert "loss.backward()\n        end()\n        log()\n        print" in text
+
+
+def test_a_decorated_function_keeps_its_decorator(source: SourceText) -> None:
+    edits = [source.insert_before(source.tree.body[1], "x = 1")]
+    assert "x = 1\n@decorated\ndef train" in source.apply(edits).text
+
+
+def test_an_expression_is_wrapped_beside_letters_of_several_bytes(source: SourceText) -> None:
+    (call,) = [one for one in source.nodes_at(ast.Call, 9) if len(one.args) == 2]
+    edited = source.apply(source.wrap(call.args[1], "mean("))
+    assert 'print("Ω", mean(loss))' in edited.text
+
+
+def test_each_line_knows_its_original(source: SourceText) -> None:
+    edits = source.guard(source.statement_at(9), "is_first")
+    edited = source.apply([source.insert_before(source.statement_at(7), "begin()"), *edits])
+    lines = edited.text.splitlines()
+    by_text = {line.strip(): edited.original_lines[n] for n, line in enumerate(lines)}
+    assert by_text['print("Ω", loss)'] == 9
+    assert by_text["begin()"] is None and by_text["if is_first:"] is None
+    assert by_text["train(model)"] == 11
+    assert '            print("Ω"' in edited.text
+
+
+def test_what_ends_a_loop_comes_before_what_is_put_around_the_next_statement(
+    source: SourceText,
+) -> None:
+    train, loop = source.statement_at(11), source.statement_at(6)
+    edits = [
+        *source.guard(train, "is_first"),
+        source.insert_before(train, "begin()"),
+        source.insert_after(loop, "end()"),
+        source.replace(train, "run(model)"),
+    ]
+    text = source.apply(edits).text
+    assert text.endswith("    end()\n\nbegin()\nif is_first:\n    run(model)\n")
+
+
+def test_a_statement_that_shares_its_line_is_not_changed(source: SourceText) -> None:
+    (second,) = [one for one in source.nodes(ast.Expr) if one.lineno == 8]
+    with pytest.raises(CannotConvert, match="two statements"):
+        source.insert_before(second, "x = 1")
+
+
+def test_a_text_of_several_lines_is_not_indented(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text('print("""a\nb""")\n')
+    source = SourceText("train.py", path)
+    with pytest.raises(CannotConvert, match="text of several lines"):
+        source.guard(source.tree.body[0], "is_first")
+
+
+def test_two_changes_of_one_place_are_refused(source: SourceText) -> None:
+    call = source.nodes_at(ast.Call, 11)[0]
+    with pytest.raises(CannotConvert, match="two changes"):
+        source.apply([source.replace(call, "a"), source.replace(call.args[0], "b")])
+
+
+def test_a_diff_shows_what_changes_alone() -> None:
+    text = diff("train.py", "a\nb\nc\nd\n", "a\nb\nx\nd\n")
+    assert text.splitlines()[2:] == ["@@ -2,3 +2,3 @@", " b", "-c", "+x", " d"]
