@@ -48,6 +48,20 @@ def test_samples_that_are_cut_by_hand_are_left_to_a_person(
 
 
 @pytest.mark.slow
+@pytest.mark.corpus
+@pytest.mark.parametrize("name", ["trainer_class", "summed_loss"])
+def test_a_script_of_another_kind_climbs_the_whole_ladder(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copy(Path(__file__).parent / "scripts" / f"{name}.py", tmp_path / "train.py")
+    result = convert_in(tmp_path, monkeypatch, LADDER[-1].letter)
+    assert result.stopped == ""
+    (tmp_path / "train_ddp.py").write_text(result.files["train.py"])
+    done = run("run", "--nproc", "2", "train_ddp.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
 def test_a_stopped_script_goes_on_with_other_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

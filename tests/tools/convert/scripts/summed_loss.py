@@ -1,0 +1,33 @@
+"""All in the module, with a loss that is a sum, progress within the epoch, and a best snapshot."""
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+inputs = torch.randn(1200, 8, generator=torch.Generator().manual_seed(5))
+targets = inputs.square().sum(1, keepdim=True)
+loader = DataLoader(TensorDataset(inputs[:1000], targets[:1000]), 40, shuffle=True)
+held_out = DataLoader(TensorDataset(inputs[1000:], targets[1000:]), 50)
+model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1))
+optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
+squared = nn.MSELoss(reduction="sum")
+best = None
+for _ in range(4):
+    for step, (x, y) in enumerate(loader):
+        optimizer.zero_grad()
+        loss = squared(model(x), y)
+        loss.backward()
+        optimizer.step()
+        if step % 5 == 0:
+            print("%d of %d samples, loss %.4f" % (step * len(x), len(loader.dataset), loss.item() / len(x)))
+    schedule.step()
+    losses = 0
+    with torch.no_grad():
+        for x, y in held_out:
+            losses += squared(model(x), y).item() / len(x)
+    mean = losses / len(held_out)
+    print("held out: %.4f" % mean)
+    if best is None or mean < best:
+        best = mean
+        torch.save(model, "best.pt")
