@@ -11,12 +11,10 @@ from typing import Any
 
 import pytest
 
-from check_recordings import source
 from stepladder.core.errors import InputError
 from stepladder.tools.check.failure import NotChecked
 from stepladder.tools.check.isolation.sandbox import MECHANISM_VARIABLE
 from stepladder.tools.check.launch_style import LaunchStyle, find_styles, finds_what_is_missing
-from stepladder.tools.check.local_ranks import lines_of_some_local_ranks
 
 TRAINS = """
 import torch
@@ -100,28 +98,6 @@ def test_a_root_that_does_not_hold_the_script_is_refused(tmp_path: Path) -> None
     with pytest.raises(InputError) as error:
         find_styles(script, script.parent, tmp_path / "b")
     assert error.value.hint == f"--root {tmp_path / 'a'}"
-
-
-@pytest.mark.parametrize(
-    "text, lines",
-    [
-        (
-            "self.gpu_id = int(os.environ['LOCAL_RANK'])\nif self.gpu_id == 0 and late:\n    step()\n",
-            {2, 3},
-        ),
-        ("gpu = int(os.environ.get('LOCAL_RANK', 0))\nif not gpu:\n    step()\n", {2, 3}),
-        ("p.add_argument('--local-rank', dest='v')\nme = a.v\nif me == 0:\n    step()\n", {3, 4}),
-        ("local_rank = 3\nif local_rank == 0:\n    step()\n", set()),
-        ("gpu = get_local_rank()\nmain = gpu == 0\nif main and late:\n    step()\n", {3, 4}),
-        ("gpu = get_local_rank()\nif gpu != -1:\n    step()\n", set()),
-        ("def see(a, me):\n    if me: step()\nsee(1, int(environ['LOCAL_RANK']))\n", {2}),
-        ("rank = dist.get_rank()\nif rank == 0:\n    step()\n", set()),
-    ],
-)
-def test_the_local_rank_is_known_by_what_is_called_whatever_its_name(
-    text: str, lines: set[int]
-) -> None:
-    assert {place.line for place in lines_of_some_local_ranks(source(text))} == lines
 
 
 @pytest.mark.slow
