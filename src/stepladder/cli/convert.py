@@ -14,7 +14,7 @@ from stepladder.cli.types import AsJson, Count, Wait, Words
 from stepladder.core.console import echo, echo_json
 from stepladder.core.errors import InputError
 from stepladder.core.output_file import write_output
-from stepladder.tools.convert.convert import Conversions, ProvedRung, Request, convert
+from stepladder.tools.convert.convert import ConversionRequest, Conversions, ProvedRung, convert
 
 NOT_COMPLETE = 1  # the exit code where a rung is not offered
 
@@ -54,7 +54,7 @@ def command(script: Path, args: Words = (), **values: Any) -> int:
     flags = ConvertFlags(**values)
     validate_script(script, args)
     target = choose_target(script) if flags.write else None
-    request = Request(script, args, flags.rung, flags.epochs, flags.timeout)
+    request = ConversionRequest(script, args, flags.rung, flags.epochs, flags.timeout)
     result = convert(request, (lambda _: None) if flags.as_json else show_rung)
     written = write_files(result, script, target) if target else []
     if flags.as_json:

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from processes import run
-from stepladder.tools.convert.convert import Conversions, Converter, Request, convert
+from stepladder.tools.convert.convert import ConversionRequest, Conversions, Converter, convert
 from stepladder.tools.convert.ladder import LADDER, Rung, compose
-from stepladder.tools.convert.proof import Proof
+from stepladder.tools.convert.proof import RungProof
 from stepladder.tools.convert.rungs import Conversion, Edits
 from stepladder.tools.convert.source import EditedText
 
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.ranks
 
 def convert_in(folder: Path, monkeypatch: pytest.MonkeyPatch, last: str) -> Conversions:
     monkeypatch.chdir(folder)
-    return convert(Request(folder / "train.py", (), last))
+    return convert(ConversionRequest(folder / "train.py", (), last))
 
 
 @pytest.mark.slow
@@ -84,8 +84,8 @@ def test_a_stopped_script_goes_on_with_other_processes(
 
 def take_edits(
     self: Converter, conversion: Conversion, rung: Rung, steps: list[Edits]
-) -> tuple[dict[str, EditedText], Proof]:
-    return compose(conversion.files, steps), Proof()
+) -> tuple[dict[str, EditedText], RungProof]:
+    return compose(conversion.files, steps), RungProof()
 
 
 @pytest.mark.slow

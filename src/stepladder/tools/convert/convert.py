@@ -19,7 +19,7 @@ from stepladder.tools.convert.facts import ScriptFacts
 from stepladder.tools.convert.ladder import LADDER, Rung, compose
 from stepladder.tools.convert.proof import (
     Original,
-    Proof,
+    RungProof,
     WrongNumber,
     prove,
     starts_of_converted,
@@ -38,7 +38,7 @@ WAYS_TO_MEND = ("sum_over_processes", "mean_over_processes")
 
 
 @dataclass(frozen=True)
-class Request:
+class ConversionRequest:
     """What to convert.
 
     Args:
@@ -89,7 +89,7 @@ class Conversions:
 
 
 def convert(
-    request: Request, on_rung: Callable[[ProvedRung], None] = lambda _: None
+    request: ConversionRequest, on_rung: Callable[[ProvedRung], None] = lambda _: None
 ) -> Conversions:
     """Run a script on one process, and convert it rung by rung as far as each is proved.
 
@@ -117,7 +117,9 @@ class Converter:
         starter: Starts it.
     """
 
-    def __init__(self, request: Request, style: LaunchStyle, starter: ScriptStarter) -> None:
+    def __init__(
+        self, request: ConversionRequest, style: LaunchStyle, starter: ScriptStarter
+    ) -> None:
         self.request = request
         self.style = style
         self.starter = starter
@@ -172,7 +174,7 @@ class Converter:
 
     def choose_way(
         self, conversion: Conversion, rung: Rung, steps: list[Edits]
-    ) -> tuple[Edits, dict[str, EditedText], Proof]:
+    ) -> tuple[Edits, dict[str, EditedText], RungProof]:
         """Return the first way to make a rung that its proof confirms.
 
         Raises:
@@ -197,7 +199,7 @@ class Converter:
             reason = f"{DECIDE_BATCH_NORM}; {reason}"
         raise CannotConvert(reason)
 
-    def check_resume(self, edited: dict[str, EditedText], proof: Proof) -> None:
+    def check_resume(self, edited: dict[str, EditedText], proof: RungProof) -> None:
         """Check the converted script as a user would, with a resumed run, and add what it says."""
         copy = self.starter.scratch / "converted"
         copy_folder(self.style.root, copy)
@@ -217,15 +219,15 @@ class Converter:
 
     def try_edits(
         self, conversion: Conversion, rung: Rung, steps: list[Edits]
-    ) -> tuple[dict[str, EditedText], Proof]:
+    ) -> tuple[dict[str, EditedText], RungProof]:
         edited = compose(conversion.files, steps)
         texts = {name: edited.text for name, edited in edited.items()}
         started = self.starter.run(starts_of_converted(texts))
         return edited, prove(self.original, started, edited, rung.judged)
 
     def mend_numbers(
-        self, conversion: Conversion, rung: Rung, steps: list[Edits], edits: Edits, proof: Proof
-    ) -> tuple[Edits, dict[str, EditedText], Proof]:
+        self, conversion: Conversion, rung: Rung, steps: list[Edits], edits: Edits, proof: RungProof
+    ) -> tuple[Edits, dict[str, EditedText], RungProof]:
         """Show the mean, or the sum, over all processes of each number that is wrong."""
         tried: dict[tuple[str, int, int], list[str]] = {}  # by the file and place of an expression
         candidate, edited = edits, compose(conversion.files, [*steps, edits])

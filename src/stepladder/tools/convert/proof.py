@@ -12,7 +12,11 @@ from stepladder.tools.check.events import BeforeStep, FileWrite, Print, Save
 from stepladder.tools.check.recording import RankLog, Recording
 from stepladder.tools.check.relations import gradients, shown
 from stepladder.tools.check.relations.frozen_runs import FrozenRuns
-from stepladder.tools.check.relations.samples_read import other_samples, training_samples
+from stepladder.tools.check.relations.samples_read import (
+    SamplesRead,
+    passes_without_training,
+    training_samples,
+)
 from stepladder.tools.convert.facts import ScriptFacts
 from stepladder.tools.convert.source import EditedText
 from stepladder.tools.convert.starts import Start, Started
@@ -41,7 +45,7 @@ class WrongNumber(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Proof:
+class RungProof:
     """What runs of a converted script have shown.
 
     Args:
@@ -82,9 +86,9 @@ def prove(
     started: Mapping[str, Started],
     files: Mapping[str, EditedText],
     judged: frozenset[str],
-) -> Proof:
+) -> RungProof:
     """Compare a converted script, on one and on two processes, with the script as it was."""
-    proof = Proof()
+    proof = RungProof()
     for name, processes in (("one", "1 process"), ("two", "2 processes")):
         if reason := why_failed(started[name]):
             proof.broken.append(f"on {processes} it {reason}")
@@ -116,7 +120,7 @@ def why_failed(started: Started) -> str:
     return ""
 
 
-def judge(proof: Proof, runs: FrozenRuns, relations: frozenset[str], where: str) -> None:
+def judge(proof: RungProof, runs: FrozenRuns, relations: frozenset[str], where: str) -> None:
     """Add to the proof what holds and what does not, in one run of the converted script."""
     if "samples" in relations:
         judge_samples(proof, runs, where)
@@ -136,7 +140,7 @@ def judge(proof: Proof, runs: FrozenRuns, relations: frozenset[str], where: str)
             proof.holds.append(f"files {where}: one process writes")
 
 
-def judge_numbers(proof: Proof, runs: FrozenRuns, where: str) -> None:
+def judge_numbers(proof: RungProof, runs: FrozenRuns, where: str) -> None:
     """Judge each number that is shown: it is that of one process, on each rank that shows it."""
     reasons: dict[Location, str] = {}
     for line, index, reason, is_counter in [*differing(runs), *local(runs), *counters(runs)]:
@@ -216,8 +220,8 @@ def numbers_of(log: RankLog, line: CodeLine) -> int:
     return 1 + max(location[2] for location in shown.read_series(log) if location[0] == line)
 
 
-def judge_samples(proof: Proof, runs: FrozenRuns, where: str) -> None:
-    for what, read in (("training", training_samples), ("evaluation", other_samples)):
+def judge_samples(proof: RungProof, runs: FrozenRuns, where: str) -> None:
+    for what, read in (("training", training_samples), ("evaluation", evaluation_samples)):
         reference = read(runs.reference)
         moved = read(runs.compared).share_moved(reference)
         if moved is None or reference.counts is None or not reference.counts:
@@ -229,6 +233,10 @@ def judge_samples(proof: Proof, runs: FrozenRuns, where: str) -> None:
         else:
             count = format_count(len(reference.counts), "sample")
             proof.holds.append(f"samples {where}: {count} of {what}, as often as before")
+
+
+def evaluation_samples(run: Recording) -> SamplesRead:
+    return SamplesRead.read(p for log in run.ranks for p in passes_without_training(log))
 
 
 def with_original_lines(
