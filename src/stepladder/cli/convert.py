@@ -20,7 +20,7 @@ NOT_COMPLETE = 1  # the exit code where a rung is not offered
 
 
 @dataclass(frozen=True)
-class ConvertFlags:
+class _ConvertFlags:
     """The flags of `stepladder convert`.
 
     Args:
@@ -40,7 +40,7 @@ class ConvertFlags:
 
 @make_command(
     click.Command,
-    *make_field_options(ConvertFlags),
+    *make_field_options(_ConvertFlags),
     context_settings={"allow_interspersed_args": False},
 )
 def command(script: Path, args: Words = (), **values: Any) -> int:
@@ -51,20 +51,20 @@ def command(script: Path, args: Words = (), **values: Any) -> int:
     frozen weights: samples, gradients and shown numbers must be those of SCRIPT. A rung that does
     not hold is not offered, and it is said why. Exit code 1 if a rung was not offered, else 0.
     """
-    flags = ConvertFlags(**values)
+    flags = _ConvertFlags(**values)
     validate_script(script, args)
-    target = choose_target(script) if flags.write else None
+    target = _choose_target(script) if flags.write else None
     request = ConversionRequest(script, args, flags.rung, flags.epochs, flags.timeout)
-    result = convert(request, (lambda _: None) if flags.as_json else show_rung)
+    result = convert(request, (lambda _: None) if flags.as_json else _show_rung)
     written = write_files(result, script, target) if target else []
     if flags.as_json:
-        echo_json(json_of(result, written))
+        echo_json(_json_of(result, written))
     else:
-        show_end(result, script, written)
+        _show_end(result, script, written)
     return NOT_COMPLETE if result.stopped else 0
 
 
-def choose_target(script: Path) -> Path:
+def _choose_target(script: Path) -> Path:
     """Return the path beside a script that the converted one gets.
 
     Raises:
@@ -92,7 +92,7 @@ def write_files(result: Conversions, script: Path, target: Path) -> list[Path]:
     return list(paths.values())
 
 
-def show_rung(proved: ProvedRung) -> None:
+def _show_rung(proved: ProvedRung) -> None:
     rung = proved.rung
     echo(f"rung {rung.letter}: {rung.title}")
     echo(f"  {rung.change} {rung.without}")
@@ -105,7 +105,7 @@ def show_rung(proved: ProvedRung) -> None:
     echo("")
 
 
-def show_end(result: Conversions, script: Path, written: list[Path]) -> None:
+def _show_end(result: Conversions, script: Path, written: list[Path]) -> None:
     if result.stopped:
         echo(f"not offered: rung {result.stopped}")
     for path in written:
@@ -116,7 +116,7 @@ def show_end(result: Conversions, script: Path, written: list[Path]) -> None:
         echo(f"to write it beside {script}: stepladder convert --write {script}")
 
 
-def json_of(result: Conversions, written: list[Path]) -> dict[str, Any]:
+def _json_of(result: Conversions, written: list[Path]) -> dict[str, Any]:
     return {
         "rungs": [
             {

@@ -10,7 +10,7 @@ import pytest
 
 from processes import run
 from stepladder.tools.convert.convert import ConversionRequest, Conversions, Converter, convert
-from stepladder.tools.convert.ladder import LADDER, Rung, compose
+from stepladder.tools.convert.ladder import RUNGS, Rung, compose
 from stepladder.tools.convert.proof import RungProof
 from stepladder.tools.convert.rungs import Conversion, Edits
 from stepladder.tools.convert.source import EditedText
@@ -54,7 +54,7 @@ def test_a_script_of_another_kind_climbs_the_whole_ladder(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.copy(Path(__file__).parent / "scripts" / f"{name}.py", tmp_path / "train.py")
-    result = convert_in(tmp_path, monkeypatch, LADDER[-1].letter)
+    result = convert_in(tmp_path, monkeypatch, RUNGS[-1].letter)
     assert result.stopped == ""
     (tmp_path / "train_ddp.py").write_text(result.files["train.py"])
     done = run("run", "--nproc", "2", "train_ddp.py", cwd=tmp_path)
@@ -68,7 +68,7 @@ def test_a_stopped_script_goes_on_with_other_processes(
     shutil.copy(EXAMPLE, tmp_path / "train.py")
     monkeypatch.setattr(Converter, "try_edits", take_edits)  # its page proves each rung
     monkeypatch.setattr(Converter, "check_resume", lambda *_: None)
-    text = convert_in(tmp_path, monkeypatch, LADDER[-1].letter).files["train.py"]
+    text = convert_in(tmp_path, monkeypatch, RUNGS[-1].letter).files["train.py"]
     (tmp_path / "whole.py").write_text(text.replace("snapshot.pt", "whole.pt"))
     whole = run("whole.py", cwd=tmp_path, command=(sys.executable,))
     stopping = "epoch == 1 and os.kill(os.getpid(), signal.SIGTERM)\n        exit_if_asked()"

@@ -16,7 +16,7 @@ from stepladder.tools.check.fork_servers import ForkServers
 from stepladder.tools.check.launch_style import LaunchStyle, find_styles
 from stepladder.tools.check.script_source import read_source
 from stepladder.tools.convert.facts import ScriptFacts
-from stepladder.tools.convert.ladder import LADDER, Rung, compose
+from stepladder.tools.convert.ladder import RUNGS, Rung, compose
 from stepladder.tools.convert.proof import (
     Original,
     RungProof,
@@ -51,7 +51,7 @@ class ConversionRequest:
 
     script: Path
     args: tuple[str, ...] = ()
-    last: str = LADDER[-1].letter
+    last: str = RUNGS[-1].letter
     epochs: int = 0
     timeout: float = 120.0
 
@@ -71,7 +71,7 @@ class ProvedRung:
     holds: list[str]
 
 
-@dataclass
+@dataclass(frozen=True)
 class Conversions:
     """The result.
 
@@ -79,13 +79,11 @@ class Conversions:
         rungs: The rungs that hold, in their order.
         files: The new text of each file that changes, by its path in the folder.
         stopped: Why the next rung is not offered; empty if all hold.
-        folder: The folder of the files.
     """
 
     rungs: list[ProvedRung] = field(default_factory=list)
     files: dict[str, str] = field(default_factory=dict)
     stopped: str = ""
-    folder: Path = Path()
 
 
 def convert(
@@ -126,25 +124,25 @@ class Converter:
 
     def climb(self, on_rung: Callable[[ProvedRung], None]) -> Conversions:
         conversion = self.observe()
-        result = Conversions(folder=self.style.root)
+        proved: list[ProvedRung] = []
         steps: list[Edits] = []
         texts = {name: file.text for name, file in conversion.files.items()}
-        for rung in LADDER:
+        files: dict[str, str] = {}
+        for rung in RUNGS:
             try:
                 edits, edited, proof = self.choose_way(conversion, rung, steps)
             except CannotConvert as reason:
-                result.stopped = f"{rung.letter}, {rung.title}: {reason}"
-                break
+                stopped = f"{rung.letter}, {rung.title}: {reason}"
+                return Conversions(proved, files, stopped)
             steps.append(edits)
-            result.files = {name: file.text for name, file in edited.items()}
-            diffs = [diff(name, texts[name], text) for name, text in result.files.items()]
-            texts |= result.files
-            proved = ProvedRung(rung, [text for text in diffs if text], proof.holds)
-            result.rungs.append(proved)
-            on_rung(proved)
+            files = {name: file.text for name, file in edited.items()}
+            diffs = [diff(name, texts[name], text) for name, text in files.items()]
+            texts |= files
+            proved.append(ProvedRung(rung, [text for text in diffs if text], proof.holds))
+            on_rung(proved[-1])
             if rung.letter == self.request.last:
                 break
-        return result
+        return Conversions(proved, files)
 
     def observe(self) -> Conversion:
         """Run the script as it is, on one process.
@@ -233,7 +231,7 @@ class Converter:
         candidate, edited = edits, compose(conversion.files, [*steps, edits])
         while proof.wrong_numbers:
             for number in proof.wrong_numbers:
-                expression = expression_of(conversion, number)
+                expression = _expression_of(conversion, number)
                 if expression is None:
                     return candidate, edited, proof
                 file, node = expression
@@ -250,28 +248,28 @@ class Converter:
         return candidate, edited, proof
 
 
-def expression_of(
+def _expression_of(
     conversion: Conversion, number: WrongNumber
 ) -> tuple[SourceText, ast.expr] | None:
     """Return the expression of a number that a line shows; None if it is not known."""
     file = conversion.files.get(number.location.file)
-    expressions = shown_expressions(file, number.location.line) if file else []
+    expressions = _shown_expressions(file, number.location.line) if file else []
     if file is None or len(expressions) != number.numbers:
         return None
     return file, expressions[number.position]
 
 
-def shown_expressions(file: SourceText, line: int) -> list[ast.expr]:
+def _shown_expressions(file: SourceText, line: int) -> list[ast.expr]:
     """Return the expressions that a line prints, those that may be numbers."""
     calls = file.nodes_at(ast.Call, line)
     matches: list[ast.expr] = []
     for call in calls[-1:]:
         for argument in call.args:
-            matches += expressions_in(argument)
+            matches += _expressions_in(argument)
     return [item for item in matches if not isinstance(item, ast.Constant)]
 
 
-def expressions_in(node: ast.expr) -> list[ast.expr]:
+def _expressions_in(node: ast.expr) -> list[ast.expr]:
     match node:
         case ast.JoinedStr(values=values):
             return [item.value for item in values if isinstance(item, ast.FormattedValue)]
@@ -280,5 +278,5 @@ def expressions_in(node: ast.expr) -> list[ast.expr]:
         case ast.Call(func=ast.Attribute(attr="format"), args=arguments, keywords=keywords):
             return [*arguments, *(item.value for item in keywords)]
         case ast.BinOp(left=left, op=ast.Add(), right=right):
-            return [*expressions_in(left), *expressions_in(right)]
+            return [*_expressions_in(left), *_expressions_in(right)]
     return [node]

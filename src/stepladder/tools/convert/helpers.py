@@ -7,7 +7,7 @@ from typing import NamedTuple
 DIST = "import torch.distributed as dist"
 
 
-class Helper(NamedTuple):
+class _Helper(NamedTuple):
     """A function of a converted script.
 
     Args:
@@ -20,10 +20,10 @@ class Helper(NamedTuple):
 
 
 HELPERS = {
-    "DistributedDataParallel": Helper(
+    "DistributedDataParallel": _Helper(
         "", ("import torch", DIST, "from torch.nn.parallel import DistributedDataParallel")
     ),
-    "join_processes": Helper(
+    "join_processes": _Helper(
         '''\
 def join_processes():
     """Join the processes that torchrun has started; without it, this one is the only one."""
@@ -36,7 +36,7 @@ def join_processes():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))''',
         ("import os", "import torch", DIST),
     ),
-    "share_samples": Helper(
+    "share_samples": _Helper(
         '''\
 def share_samples(loader):
     """Return a loader of this process's share of each batch."""
@@ -49,7 +49,7 @@ def share_samples(loader):
     )''',
         (DIST, "from torch.utils.data import DataLoader, DistributedSampler, RandomSampler"),
     ),
-    "share_batches": Helper(
+    "share_batches": _Helper(
         '''\
 def share_batches(loader):
     """Return a loader of this process's batches: each sample is evaluated by one process."""
@@ -61,7 +61,7 @@ def share_batches(loader):
     )''',
         (DIST, "from torch.utils.data import BatchSampler, DataLoader"),
     ),
-    "sum_over_processes": Helper(
+    "sum_over_processes": _Helper(
         '''\
 def sum_over_processes(value):
     """Return the sum of a number or a tensor over all processes; lists are joined."""
@@ -71,14 +71,14 @@ def sum_over_processes(value):
     return sum(parts[1:], parts[0])''',
         ("import torch", DIST),
     ),
-    "mean_over_processes": Helper(
+    "mean_over_processes": _Helper(
         '''\
 def mean_over_processes(value):
     """Return the mean of a number over all processes."""
     return sum_over_processes(value) / dist.get_world_size()''',
         (DIST,),
     ),
-    "print_once": Helper(
+    "print_once": _Helper(
         '''\
 def print_once(*args, **kwargs):
     """Print from one process alone; all compute what is printed."""
@@ -86,7 +86,7 @@ def print_once(*args, **kwargs):
         print(*args, **kwargs)''',
         (DIST,),
     ),
-    "save_once": Helper(
+    "save_once": _Helper(
         '''\
 def save_once(value, path):
     """Save from one process alone; the file is there whole or not at all."""
@@ -95,7 +95,7 @@ def save_once(value, path):
         os.replace(f"{path}.part", path)''',
         ("import os", "import torch", DIST),
     ),
-    "save_snapshot": Helper(
+    "save_snapshot": _Helper(
         '''\
 def save_snapshot(path, parts, **values):
     """Save all that the training goes on with: parts, values, and random numbers."""
@@ -105,7 +105,7 @@ def save_snapshot(path, parts, **values):
     save_once({**values, "parts": states, "random": random}, path)''',
         (DIST,),
     ),
-    "load_snapshot": Helper(
+    "load_snapshot": _Helper(
         '''\
 def load_snapshot(path, parts):
     """Load a snapshot, if there is one, into the parts; return its values."""
@@ -119,7 +119,7 @@ def load_snapshot(path, parts):
     return snapshot''',
         ("import os", "import torch", DIST),
     ),
-    "watch_for_stop": Helper(
+    "watch_for_stop": _Helper(
         '''\
 stop_signals = []
 
@@ -129,7 +129,7 @@ def watch_for_stop():
     signal.signal(signal.SIGTERM, lambda number, _: stop_signals.append(number))''',
         ("import signal",),
     ),
-    "exit_if_asked": Helper(
+    "exit_if_asked": _Helper(
         '''\
 def exit_if_asked():
     """End all processes if one was asked to stop; 75 asks for a new start."""

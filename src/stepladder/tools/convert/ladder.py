@@ -38,7 +38,7 @@ class Rung:
 
 
 ALL_OF_A_RUN = frozenset({"samples", "gradients", "shown-numbers", "files"})
-LADDER = (
+RUNGS = (
     Rung(
         "a",
         "join the other processes",
@@ -130,7 +130,7 @@ def compose(files: dict[str, SourceText], steps: Sequence[Edits]) -> dict[str, E
         for step in steps:
             step_edits = step.get(name, [])
             edits += step_edits
-            for helper in helpers_in(step_edits):
+            for helper in _helpers_in(step_edits):
                 imports += HELPERS[helper].imports
                 functions.append(HELPERS[helper].text)
         if edits:
@@ -138,7 +138,7 @@ def compose(files: dict[str, SourceText], steps: Sequence[Edits]) -> dict[str, E
     return composed
 
 
-def helpers_in(edits: list[Edit]) -> list[str]:
+def _helpers_in(edits: list[Edit]) -> list[str]:
     """Return the functions that edits call, and those that these call."""
     text = "\n".join(edit.text for edit in edits)
     used = [name for name in HELPERS if re.search(rf"\b{name}\b", text)]
@@ -153,10 +153,10 @@ def definitions(file: SourceText, imports: list[str], functions: list[str]) -> l
     lines = [line for line in dict.fromkeys(imports) if line not in known]
     text = "".join(f"{line}\n" for line in lines)
     text += "".join(f"\n\n{function}\n" for function in dict.fromkeys(functions) if function)
-    return [file.insert_after(last_import(file), text)] if text else []
+    return [file.insert_after(_last_import(file), text)] if text else []
 
 
-def last_import(file: SourceText) -> ast.stmt:
+def _last_import(file: SourceText) -> ast.stmt:
     """Return the last of the imports with which a file begins, or its first statement."""
     last = file.tree.body[0]
     for statement in file.tree.body:

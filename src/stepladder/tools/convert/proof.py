@@ -94,15 +94,15 @@ def prove(
             proof.broken.append(f"on {processes} it {reason}")
             return proof
     for name, processes in (("one", "1 process"), ("two", "2 processes")):
-        compared = with_original_lines(started[name].recording, files)
+        compared = _with_original_lines(started[name].recording, files)
         runs = FrozenRuns(
-            with_original_lines(original.reference),
+            _with_original_lines(original.reference),
             compared,
-            with_original_lines(original.shuffled),
-            with_original_lines(original.reweighted),
+            _with_original_lines(original.shuffled),
+            _with_original_lines(original.reweighted),
         )
         relations = JUDGED_ON_ONE if name == "one" else judged
-        judge(proof, runs, relations, f"on {processes}")
+        _compare_run(proof, runs, relations, f"on {processes}")
     return proof
 
 
@@ -120,10 +120,10 @@ def why_failed(started: Started) -> str:
     return ""
 
 
-def judge(proof: RungProof, runs: FrozenRuns, relations: frozenset[str], where: str) -> None:
+def _compare_run(proof: RungProof, runs: FrozenRuns, relations: frozenset[str], where: str) -> None:
     """Add to the proof what holds and what does not, in one run of the converted script."""
     if "samples" in relations:
-        judge_samples(proof, runs, where)
+        compare_samples(proof, runs, where)
     if "gradients" in relations:
         violations = list(gradients.violations(runs))
         proof.broken.extend(f"gradients {where}: {item.evidence}" for item in violations)
@@ -131,7 +131,7 @@ def judge(proof: RungProof, runs: FrozenRuns, relations: frozenset[str], where: 
         if steps and not violations:
             proof.holds.append(f"gradients {where}: the mean of {format_count(steps, 'step')}")
     if "shown-numbers" in relations:
-        judge_numbers(proof, runs, where)
+        _compare_numbers(proof, runs, where)
     if "files" in relations:
         writers = [log.rank for log in runs.compared.ranks if log.select(Save, FileWrite)]
         if len(writers) > 1:
@@ -140,7 +140,7 @@ def judge(proof: RungProof, runs: FrozenRuns, relations: frozenset[str], where: 
             proof.holds.append(f"files {where}: one process writes")
 
 
-def judge_numbers(proof: RungProof, runs: FrozenRuns, where: str) -> None:
+def _compare_numbers(proof: RungProof, runs: FrozenRuns, where: str) -> None:
     """Judge each number that is shown: it is that of one process, on each rank that shows it."""
     reasons: dict[Location, str] = {}
     for line, index, reason, is_counter in [*differing(runs), *local(runs), *counters(runs)]:
@@ -170,13 +170,13 @@ def differing(runs: FrozenRuns) -> Iterator[Judgement]:
 def local(runs: FrozenRuns) -> Iterator[Judgement]:
     """Yield the numbers that ranks show with different values, but for those made of time."""
     first, *others = [shown.read_series(log) for log in runs.compared.ranks]
-    reference = series_of(runs.reference)
-    fast = series_of(runs.shuffled)
+    reference = _series_of(runs.reference)
+    fast = _series_of(runs.shuffled)
     for location, series in first.items():
         line, _, index = location
         if line is None or location not in reference or location not in fast:
             continue
-        if is_of_time(reference[location], fast[location]):
+        if _is_of_time(reference[location], fast[location]):
             continue
         for item in others:
             if location in item and item[location].values != series.values:
@@ -188,10 +188,10 @@ def local(runs: FrozenRuns) -> Iterator[Judgement]:
 
 def counters(runs: FrozenRuns) -> Iterator[Judgement]:
     """Yield the numbers that depend on neither weights nor chance, and differ from one process."""
-    reference = series_of(runs.reference)
-    shuffled = series_of(runs.shuffled)
-    reweighted = series_of(runs.reweighted)
-    compared = series_of(runs.compared)
+    reference = _series_of(runs.reference)
+    shuffled = _series_of(runs.shuffled)
+    reweighted = _series_of(runs.reweighted)
+    compared = _series_of(runs.compared)
     for location, series in reference.items():
         line, _, index = location
         is_counter = all(
@@ -204,13 +204,13 @@ def counters(runs: FrozenRuns) -> Iterator[Judgement]:
                 yield line, index, f"{matches:.6g} at most, {expected:.6g} on one process", True
 
 
-def series_of(recording: Recording | None) -> dict[shown.Place, shown.Series]:
+def _series_of(recording: Recording | None) -> dict[shown.Place, shown.Series]:
     """Return the numbers that the first rank of a run shows."""
     assert recording is not None
     return shown.read_series(recording.ranks[0])
 
 
-def is_of_time(series: shown.Series, fast: shown.Series) -> bool:
+def _is_of_time(series: shown.Series, fast: shown.Series) -> bool:
     """Return whether a number grows with the rate of the clock, which is faster in one run."""
     low, high = sorted((abs(series.mean), abs(fast.mean)))
     return high > MIN_TIME_RATIO * low
@@ -220,8 +220,8 @@ def numbers_of(log: RankLog, line: CodeLine) -> int:
     return 1 + max(location[2] for location in shown.read_series(log) if location[0] == line)
 
 
-def judge_samples(proof: RungProof, runs: FrozenRuns, where: str) -> None:
-    for what, read in (("training", training_samples), ("evaluation", evaluation_samples)):
+def compare_samples(proof: RungProof, runs: FrozenRuns, where: str) -> None:
+    for what, read in (("training", training_samples), ("evaluation", _evaluation_samples)):
         reference = read(runs.reference)
         moved = read(runs.compared).share_moved(reference)
         if moved is None or reference.counts is None or not reference.counts:
@@ -235,11 +235,11 @@ def judge_samples(proof: RungProof, runs: FrozenRuns, where: str) -> None:
             proof.holds.append(f"samples {where}: {count} of {what}, as often as before")
 
 
-def evaluation_samples(run: Recording) -> SamplesRead:
+def _evaluation_samples(run: Recording) -> SamplesRead:
     return SamplesRead.read(p for log in run.ranks for p in passes_without_training(log))
 
 
-def with_original_lines(
+def _with_original_lines(
     recording: Recording, files: Mapping[str, EditedText] = MappingProxyType({})
 ) -> Recording:
     """Return a recording with the lines of the script as it was.

@@ -76,7 +76,7 @@ def last_name(function: ast.expr) -> str:
     return function.id if isinstance(function, ast.Name) else ""
 
 
-def ends_of(statement: ast.stmt) -> tuple[ast.stmt, ast.stmt]:
+def _ends_of(statement: ast.stmt) -> tuple[ast.stmt, ast.stmt]:
     """Return the first and the last statement below a guard of `__name__`, or the statement."""
     if isinstance(statement, ast.If) and "__name__" in ast.dump(statement.test):
         return statement.body[0], statement.body[-1]
@@ -103,9 +103,9 @@ def join_processes(conversion: Conversion) -> Edits:
             scope = file.scope_of(conversion.statement(location))
             candidates += [conversion.top_statement(location)] * isinstance(scope, ast.Module)
     first = min(candidates, key=lambda item: item.lineno)
-    begin, _ = ends_of(first)
+    begin, _ = _ends_of(first)
     last = conversion.top_statement(outermost)
-    _, end = ends_of(last)
+    _, end = _ends_of(last)
     if end is last:
         end = file.tree.body[-1]
     edits: Edits = {}
@@ -121,7 +121,7 @@ def join_processes(conversion: Conversion) -> Edits:
     return edits
 
 
-def wrap_loaders(conversion: Conversion, of_training: bool, helper: str) -> Edits:
+def _wrap_loaders(conversion: Conversion, of_training: bool, helper: str) -> Edits:
     edits: Edits = {}
     for loader in conversion.facts.loaders:
         if not conversion.is_known(loader.built) or loader.is_training is not of_training:
@@ -147,14 +147,14 @@ def wrap_loaders(conversion: Conversion, of_training: bool, helper: str) -> Edit
 
 def share_training_samples(conversion: Conversion) -> Edits:
     """Give each process its share of each training batch, in another order each epoch."""
-    edits = wrap_loaders(conversion, of_training=True, helper="share_samples")
+    edits = _wrap_loaders(conversion, of_training=True, helper="share_samples")
     for loader in conversion.facts.loaders:
         if loader.is_training and conversion.is_known(loader.built):
-            add_epochs(conversion, loader, edits)
+            _add_epochs(conversion, loader, edits)
     return edits
 
 
-def add_epochs(conversion: Conversion, loader: LoaderFacts, edits: Edits) -> None:
+def _add_epochs(conversion: Conversion, loader: LoaderFacts, edits: Edits) -> None:
     """Tell the sampler the epoch, at the begin of each."""
     matches = find_epoch_loop(conversion, loader)
     if matches is None:
@@ -183,7 +183,7 @@ def find_epoch_loop(
                 continue
             file = conversion.file(use.location)
             loops = file.loops_around(conversion.statement(use.location))
-            loops = [loop for loop in loops if depth or not iterates_at(loop, use.location.line)]
+            loops = [loop for loop in loops if depth or not _iterates_at(loop, use.location.line)]
             if not loops:
                 continue
             loop = loops[0]
@@ -196,7 +196,7 @@ def find_epoch_loop(
     return None
 
 
-def iterates_at(loop: ast.stmt, line: int) -> bool:
+def _iterates_at(loop: ast.stmt, line: int) -> bool:
     return isinstance(loop, ast.For) and loop.iter.lineno <= line <= (loop.iter.end_lineno or 0)
 
 
@@ -223,22 +223,22 @@ def wrap_models(conversion: Conversion, arguments: str = "") -> Edits:
             file = conversion.file(location)
             statement = conversion.statement(location)
             scope = file.scope_of(statement)
-            validate_not_parameter(file, scope, name, statement)
+            _validate_not_parameter(file, scope, name, statement)
             text = f"{name} = DistributedDataParallel({name}{arguments})"
             if conversion.facts.draws_in_models:
                 text += "\ntorch.manual_seed(torch.initial_seed() + dist.get_rank())"
             add(edits, file, file.insert_before(statement, text))
             wrapped.add(model)
-            before |= nodes_before(file, scope, statement)
+            before |= _nodes_before(file, scope, statement)
     if missing := set(conversion.facts.trained_models) - wrapped:
         raise CannotConvert(
             f"{len(missing)} trained models have no name where their optimizer is made"
         )
-    name_inner_models(conversion, before, edits)
+    _name_inner_models(conversion, before, edits)
     return edits
 
 
-def nodes_before(file: SourceText, scope: Scope, statement: ast.stmt) -> set[ast.AST]:
+def _nodes_before(file: SourceText, scope: Scope, statement: ast.stmt) -> set[ast.AST]:
     """Return what comes before a statement in its function."""
     attributes = file.nodes(ast.Attribute, scope)
     return {
@@ -248,29 +248,29 @@ def nodes_before(file: SourceText, scope: Scope, statement: ast.stmt) -> set[ast
     }
 
 
-def name_inner_models(conversion: Conversion, before: set[ast.AST], edits: Edits) -> None:
+def _name_inner_models(conversion: Conversion, before: set[ast.AST], edits: Edits) -> None:
     """Name the model inside of the wrapper where the wrapper does not answer for it."""
     for file in conversion.files.values():
         for node in file.nodes(ast.Attribute):
             is_kept = node.attr in KEPT_BY_WRAPPER or node in before
-            if not is_kept and is_model(conversion, file, node.value):
-                add(edits, file, after_model(file, node.value))
-    for file, call in calls_of(conversion, "torch.save"):
-        models = [node for node in call.args[:1] if is_model(conversion, file, node)]
-        add(edits, file, *(after_model(file, node) for node in models))
+            if not is_kept and _is_model(conversion, file, node.value):
+                add(edits, file, _after_model(file, node.value))
+    for file, call in _calls_of(conversion, "torch.save"):
+        models = [node for node in call.args[:1] if _is_model(conversion, file, node)]
+        add(edits, file, *(_after_model(file, node) for node in models))
 
 
-def after_model(file: SourceText, node: ast.expr) -> Edit:
+def _after_model(file: SourceText, node: ast.expr) -> Edit:
     """Return the edit that names the model inside of a wrapper."""
     return Edit(file.end(node), file.end(node), ".module")
 
 
-def is_model(conversion: Conversion, file: SourceText, node: ast.expr) -> bool:
+def _is_model(conversion: Conversion, file: SourceText, node: ast.expr) -> bool:
     is_name = isinstance(node, ast.Name | ast.Attribute)
     return is_name and file.text_of(node) in conversion.facts.model_names
 
 
-def validate_not_parameter(file: SourceText, scope: Scope, name: str, statement: ast.stmt) -> None:
+def _validate_not_parameter(file: SourceText, scope: Scope, name: str, statement: ast.stmt) -> None:
     """Raise CannotConvert if a name is a parameter: its callers would keep it without a wrapper."""
     if isinstance(scope, ast.Module):
         return
@@ -285,21 +285,21 @@ def validate_not_parameter(file: SourceText, scope: Scope, name: str, statement:
 
 def share_evaluation(conversion: Conversion) -> Edits:
     """Give each process whole batches of the evaluation, and add the results up."""
-    edits = wrap_loaders(conversion, of_training=False, helper="share_batches")
+    edits = _wrap_loaders(conversion, of_training=False, helper="share_batches")
     for location in conversion.facts.calls_without_gradient:
         if not conversion.is_known(location):
             continue
         file = conversion.file(location)
         for call in file.nodes_at(ast.Call, location.line):
-            if is_model(conversion, file, call.func):
-                add(edits, file, after_model(file, call.func))
+            if _is_model(conversion, file, call.func):
+                add(edits, file, _after_model(file, call.func))
     for loader in conversion.facts.loaders:
         if not loader.is_training:
-            add_sums(conversion, loader, edits)
+            _add_sums(conversion, loader, edits)
     return edits
 
 
-def add_sums(conversion: Conversion, loader: LoaderFacts, edits: Edits) -> None:
+def _add_sums(conversion: Conversion, loader: LoaderFacts, edits: Edits) -> None:
     """After each loop over a loader, add up over all processes what the loop has added up."""
     done: set[ast.stmt] = set()
     for use in (uses[0] for uses in loader.uses):
@@ -309,13 +309,13 @@ def add_sums(conversion: Conversion, loader: LoaderFacts, edits: Edits) -> None:
         loops = [
             item
             for item in file.nodes(ast.For)
-            if iterates_at(item, use.location.line) and item not in done
+            if _iterates_at(item, use.location.line) and item not in done
         ]
         for loop in loops[:1]:
             done.add(loop)
-            names = accumulators(file, loop)
-            edited = statements_after(file, loop)
-            used = [name for name in names if any(uses_name(item, name) for item in edited)]
+            names = _accumulators(file, loop)
+            edited = _statements_after(file, loop)
+            used = [name for name in names if any(_uses_name(item, name) for item in edited)]
             sums = "\n".join(f"{name} = sum_over_processes({name})" for name in used)
             if sums:
                 add(edits, file, file.insert_after(loop, sums))
@@ -326,7 +326,7 @@ def add_sums(conversion: Conversion, loader: LoaderFacts, edits: Edits) -> None:
                         add(edits, file, *file.wrap(call, "sum_over_processes("))
 
 
-def accumulators(file: SourceText, loop: ast.For) -> list[str]:
+def _accumulators(file: SourceText, loop: ast.For) -> list[str]:
     """Return the variables that a loop adds to, and that begin anew before it."""
     names = []
     for node in file.nodes(ast.AugAssign, loop):
@@ -366,7 +366,7 @@ def assigned_before(file: SourceText, loop: ast.For) -> set[str]:
         statement = parent
 
 
-def statements_after(file: SourceText, loop: ast.For) -> list[ast.stmt]:
+def _statements_after(file: SourceText, loop: ast.For) -> list[ast.stmt]:
     """Return the statements after a loop, in its block and in those around it."""
     edited: list[ast.stmt] = []
     statement: ast.stmt = loop
@@ -379,7 +379,7 @@ def statements_after(file: SourceText, loop: ast.For) -> list[ast.stmt]:
         statement = parent
 
 
-def uses_name(statement: ast.stmt, name: str) -> bool:
+def _uses_name(statement: ast.stmt, name: str) -> bool:
     return any(isinstance(node, ast.Name) and node.id == name for node in ast.walk(statement))
 
 
@@ -388,19 +388,19 @@ def sum_numbers_of_training(conversion: Conversion) -> Edits:
     edits: Edits = {}
     for loader in conversion.facts.loaders:
         if loader.is_training:
-            add_sums(conversion, loader, edits)
+            _add_sums(conversion, loader, edits)
     return edits
 
 
 def print_once(conversion: Conversion) -> Edits:
     """Let one process print; all compute what is printed."""
     edits: Edits = {}
-    for file, call in calls_of(conversion, "print"):
+    for file, call in _calls_of(conversion, "print"):
         add(edits, file, file.replace(call.func, "print_once"))
     return edits
 
 
-def calls_of(conversion: Conversion, name: str) -> Iterator[tuple[SourceText, ast.Call]]:
+def _calls_of(conversion: Conversion, name: str) -> Iterator[tuple[SourceText, ast.Call]]:
     """Yield the calls of a function in all files, by the name that it has without aliases.
 
     A run that is cut short has not come to those after the training.
@@ -415,7 +415,7 @@ def write_once(conversion: Conversion) -> Edits:
     """Let one process write files, each whole or not at all."""
     edits: Edits = {}
     saves: set[Location] = set()
-    for file, call in calls_of(conversion, "torch.save"):
+    for file, call in _calls_of(conversion, "torch.save"):
         add(edits, file, file.replace(call.func, "save_once"))
         saves |= {Location(file.name, line) for line in lines_of(call)}
     for location in conversion.facts.writes:

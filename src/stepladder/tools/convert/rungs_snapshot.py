@@ -21,7 +21,7 @@ SNAPSHOT = '"snapshot.pt"'
 
 
 @dataclass(frozen=True)
-class EpochLoop:
+class _EpochLoop:
     """The loop over epochs, and what goes on from one epoch to the next.
 
     Args:
@@ -37,7 +37,7 @@ class EpochLoop:
     values: list[str]
 
 
-def read_epoch_loop(conversion: Conversion) -> EpochLoop:
+def _read_epoch_loop(conversion: Conversion) -> _EpochLoop:
     """Return the loop over epochs.
 
     Raises:
@@ -47,8 +47,8 @@ def read_epoch_loop(conversion: Conversion) -> EpochLoop:
         matches = find_epoch_loop(conversion, loader) if loader.is_training else None
         if matches is not None:
             file, loop, _ = matches
-            return EpochLoop(
-                file, loop, parts_of(conversion, file, loop), changing_values(file, loop)
+            return _EpochLoop(
+                file, loop, parts_of(conversion, file, loop), _changing_values(file, loop)
             )
     raise CannotConvert("no loop over epochs: a snapshot is saved at the end of each")
 
@@ -78,7 +78,7 @@ def is_in(conversion: Conversion, use: Use, file: SourceText, scope: ast.AST) ->
     return file.scope_of(conversion.statement(use.location)) is scope
 
 
-def changing_values(file: SourceText, loop: ast.For) -> list[str]:
+def _changing_values(file: SourceText, loop: ast.For) -> list[str]:
     """Return the variables that are assigned before a loop, and again or added to in it."""
     changed: dict[str, None] = {}
     for node in ast.walk(loop):
@@ -96,7 +96,7 @@ def changing_values(file: SourceText, loop: ast.For) -> list[str]:
 
 def save_and_resume(conversion: Conversion) -> Edits:
     """Save everything at the end of each epoch, and go on from there."""
-    epochs = read_epoch_loop(conversion)
+    epochs = _read_epoch_loop(conversion)
     file, loop = epochs.file, epochs.loop
     edits: Edits = {}
     models = conversion.facts.model_names
@@ -106,7 +106,7 @@ def save_and_resume(conversion: Conversion) -> Edits:
     )
     lines = [f"parts = {{{parts}}}", f"snapshot = load_snapshot({SNAPSHOT}, parts)"]
     lines += [f'{name} = snapshot.get("{name}", {name})' for name in epochs.values]
-    add(edits, file, file.insert_before(loop, "\n".join(lines)), begin_at(file, loop))
+    add(edits, file, file.insert_before(loop, "\n".join(lines)), _begin_at(file, loop))
     values = "".join(f", {name}={name}" for name in epochs.values)
     epoch = name_of_epoch(file, loop)
     save = f"save_snapshot({SNAPSHOT}, parts, epoch={epoch} + 1{values})"
@@ -114,7 +114,7 @@ def save_and_resume(conversion: Conversion) -> Edits:
     return edits
 
 
-def begin_at(file: SourceText, loop: ast.For) -> Edit:
+def _begin_at(file: SourceText, loop: ast.For) -> Edit:
     """Return the edit that begins a loop over a range at the epoch of the snapshot.
 
     Raises:
@@ -130,7 +130,7 @@ def begin_at(file: SourceText, loop: ast.For) -> Edit:
 
 def stop_when_asked(conversion: Conversion) -> Edits:
     """End with exit code 75 after the snapshot of an epoch in which SIGTERM has come."""
-    epochs = read_epoch_loop(conversion)
+    epochs = _read_epoch_loop(conversion)
     edits: Edits = {}
     add(
         edits,
