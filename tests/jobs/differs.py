@@ -7,6 +7,7 @@ of it.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from stepladder import Job, Plan
+from stepladder.core.plan import Span
 
 PLANT, STEP, PASSES = os.environ.get("PLANT", ""), 5, 8  # in step 5; passes of a step
 WIDE = torch.linspace(-1, 1.1, 200_001)  # enough for threads to share its sum
@@ -63,15 +65,15 @@ def loss(model: nn.Module, batch: list[torch.Tensor]) -> tuple[torch.Tensor, int
     return total, len(x)
 
 
-def other_order(plan: Plan, step: int, span: object) -> object:
+def other_order(plan: Plan, step: int, spans: Iterable[Span]) -> Iterator[tuple[int, object]]:
     """In one step the next sample in place of each."""
-    indices = PLANNED(plan, step, span)
-    return (indices + 1) % plan.num_samples if step == STEP - 1 else indices
+    for epoch, indices in PLANNED(plan, step, spans):
+        yield epoch, (indices + 1) % plan.num_samples if step == STEP - 1 else indices
 
 
-PLANNED = Plan.indices
+PLANNED = Plan.requests
 if PLANT == "order":
-    Plan.indices = other_order
+    Plan.requests = other_order
 
 
 def build(config: Config) -> Job:
