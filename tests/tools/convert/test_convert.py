@@ -66,10 +66,11 @@ def test_a_stopped_script_goes_on_with_other_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.copy(EXAMPLE, tmp_path / "train.py")
+    (tmp_path / "train_snapshot.pt").write_text("of somebody else")
     monkeypatch.setattr(Converter, "try_edits", take_edits)  # its page proves each rung
     monkeypatch.setattr(Converter, "check_resume", lambda *_: None)
     text = convert_in(tmp_path, monkeypatch, RUNGS[-1].letter).files["train.py"]
-    (tmp_path / "whole.py").write_text(text.replace("snapshot.pt", "whole.pt"))
+    (tmp_path / "whole.py").write_text(text.replace("train_snapshot2.pt", "whole.pt"))
     whole = run("whole.py", cwd=tmp_path, command=(sys.executable,))
     stopping = "epoch == 1 and os.kill(os.getpid(), signal.SIGTERM)\n        exit_if_asked()"
     (tmp_path / "train_ddp.py").write_text(
@@ -80,6 +81,7 @@ def test_a_stopped_script_goes_on_with_other_processes(
     resumed = run("train_ddp.py", cwd=tmp_path, command=(sys.executable,))
     assert resumed.returncode == 0, resumed.stderr
     assert resumed.stdout.splitlines() == whole.stdout.splitlines()[4:]
+    assert (tmp_path / "train_snapshot.pt").read_text() == "of somebody else"
 
 
 def take_edits(

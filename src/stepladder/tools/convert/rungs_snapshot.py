@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from dataclasses import dataclass
+from pathlib import Path
 
 from stepladder.tools.check.events import NamesInUse
 from stepladder.tools.convert.facts import Use
@@ -16,8 +17,6 @@ from stepladder.tools.convert.rungs import (
     name_of_epoch,
 )
 from stepladder.tools.convert.source import CannotConvert, Edit, SourceText
-
-SNAPSHOT = '"snapshot.pt"'
 
 
 @dataclass(frozen=True)
@@ -104,12 +103,13 @@ def save_and_resume(conversion: Conversion) -> Edits:
         f'"{name.removeprefix("self.")}": {name}{".module" if name in models else ""}'
         for name in epochs.parts
     )
-    lines = [f"parts = {{{parts}}}", f"snapshot = load_snapshot({SNAPSHOT}, parts)"]
+    path = _free_name(conversion)
+    lines = [f"parts = {{{parts}}}", f'snapshot = load_snapshot("{path}", parts)']
     lines += [f'{name} = snapshot.get("{name}", {name})' for name in epochs.values]
     add(edits, file, file.insert_before(loop, "\n".join(lines)), _begin_at(file, loop))
     values = "".join(f", {name}={name}" for name in epochs.values)
     epoch = name_of_epoch(file, loop)
-    save = f"save_snapshot({SNAPSHOT}, parts, epoch={epoch} + 1{values})"
+    save = f'save_snapshot("{path}", parts, epoch={epoch} + 1{values})'
     add(edits, file, file.insert_after(loop.body[-1], save))
     return edits
 
@@ -126,6 +126,14 @@ def _begin_at(file: SourceText, loop: ast.For) -> Edit:
         case ast.Call(func=ast.Name(id="range"), args=[first, _], keywords=[]):
             return file.replace(first, f'snapshot.get("epoch", {file.text_of(first)})')
     raise CannotConvert(f"{file.name}:{loop.lineno} is no loop over a range")
+
+
+def _free_name(conversion: Conversion) -> str:
+    """Return the name of a snapshot that no file of the folder has."""
+    folder = Path(conversion.facts.recording.original)
+    stem = Path(conversion.main).stem
+    names = (f"{stem}_snapshot{suffix}.pt" for suffix in ("", *range(2, 100)))
+    return next(name for name in names if not (folder / name).exists())
 
 
 def stop_when_asked(conversion: Conversion) -> Edits:
