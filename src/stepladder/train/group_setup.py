@@ -93,7 +93,9 @@ def join_shared_memory(
     Raises:
         RuntimeError: If a rank was lost meanwhile.
     """
-    may_share = device.type == "cpu" and os.environ.get(EXCHANGE_VARIABLE) == MEMORY_EXCHANGE
+    is_asked_for = device.type == "cpu" and os.environ.get(EXCHANGE_VARIABLE) == MEMORY_EXCHANGE
+    # Nodes of a lab are one machine to the rendezvous.
+    may_share = is_asked_for and world.world_size <= world.ranks_per_node
     obstacle = "" if may_share else "it computes on a GPU, or its launcher has started only a part"
     rendezvous = share_memory(get_host_backend(), world.rank, world.world_size, obstacle)
     if rendezvous.memory is None or len(rendezvous.nodes) > 1:
