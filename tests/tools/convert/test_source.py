@@ -82,6 +82,12 @@ def test_what_ends_a_loop_comes_before_what_is_put_around_the_next_statement(
     assert text.endswith("    end()\n\nbegin()\nif is_first:\n    run(model)\n")
 
 
+def test_inner_blocks_end_before_outer_ones(source: SourceText) -> None:
+    function, loop = source.tree.body[1], source.statement_at(9)
+    edits = [source.insert_after(function, "outer()"), source.insert_after(loop, "inner()")]
+    assert "        inner()\nouter()\n" in source.apply(edits).text
+
+
 def test_a_statement_that_shares_its_line_is_not_changed(source: SourceText) -> None:
     (second,) = [one for one in source.nodes(ast.Expr) if one.lineno == 8]
     with pytest.raises(CannotConvert, match="two statements"):

@@ -8,7 +8,6 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from operator import attrgetter
 from pathlib import Path
 from typing import TypeVar
 
@@ -38,12 +37,14 @@ class Edit:
         text: What comes in its place.
         order: Which comes first of several at one place: what ends a block, what comes before a
             statement, what is put around it, its indentation, and what changes within it.
+        depth: The indentation of what ends a block: inner blocks end first.
     """
 
     start: int
     end: int
     text: str
     order: int = WITHIN
+    depth: int = 0
 
 
 @dataclass
@@ -185,8 +186,8 @@ class SourceText:
         at = self.line_starts[statement.end_lineno]
         if not self.text[:at].endswith("\n"):
             indented = "".join(f"\n{indentation}{line}" for line in text.splitlines())
-            return Edit(at, at, indented, AFTER)
-        return self.insert(at, text, indentation, AFTER)
+            return Edit(at, at, indented, AFTER, len(indentation))
+        return replace(self.insert(at, text, indentation, AFTER), depth=len(indentation))
 
     @staticmethod
     def insert(at: int, text: str, indentation: str, order: int) -> Edit:
@@ -228,7 +229,7 @@ class SourceText:
         """Return the text with edits; those at one place in the order of the list."""
         pieces: list[tuple[str, int | None]] = []  # with the index in the original, if it has one
         position = 0
-        for edit in sorted(edits, key=attrgetter("start", "order")):
+        for edit in sorted(edits, key=lambda edit: (edit.start, edit.order, -edit.depth)):
             if edit.start < position:
                 raise CannotConvert(f"{self.name}: two changes of one place")
             pieces += [(self.text[position : edit.start], position), (edit.text, None)]
