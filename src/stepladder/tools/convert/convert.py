@@ -10,6 +10,7 @@ from pathlib import Path
 
 from stepladder.core.errors import InputError
 from stepladder.core.scratch import temporary_folder
+from stepladder.core.signals import exit_on_signals
 from stepladder.tools.check import check as checking
 from stepladder.tools.check.copying import copy_folder
 from stepladder.tools.check.fork_servers import ForkServers
@@ -99,7 +100,7 @@ def convert(
         InputError: The script does not run, or trains nothing, on one process.
     """
     style = find_styles(request.script.absolute(), Path.cwd(), None)[0]
-    with temporary_folder() as folder, closing(ForkServers()) as servers:
+    with exit_on_signals(), temporary_folder() as folder, closing(ForkServers()) as servers:
         starter = ScriptStarter(
             style, request.args, folder.resolve(), servers, request.epochs, request.timeout
         )

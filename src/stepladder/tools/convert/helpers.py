@@ -40,6 +40,8 @@ def join_processes():
         '''\
 def share_samples(loader):
     """Return a loader of this process's share of each batch."""
+    if loader.batch_size % dist.get_world_size():
+        raise ValueError(f"a batch of {loader.batch_size} has no equal shares")
     shuffle = isinstance(loader.sampler, RandomSampler)
     sampler = DistributedSampler(loader.dataset, shuffle=shuffle, drop_last=loader.drop_last)
     return DataLoader(

@@ -199,9 +199,9 @@ def counters(runs: FrozenRuns) -> Iterator[Judgement]:
             for other in (shuffled, reweighted)
         )
         if line and is_counter and location in compared:
-            expected, matches = max(series.values), max(compared[location].values)
-            if abs(matches - expected) > MAX_SHARE_REPEATED * abs(expected):
-                yield line, index, f"{matches:.6g} at most, {expected:.6g} on one process", True
+            expected, highest = max(series.values), max(compared[location].values)
+            if abs(highest - expected) > MAX_SHARE_REPEATED * abs(expected):
+                yield line, index, f"{highest:.6g} at most, {expected:.6g} on one process", True
 
 
 def _series_of(recording: Recording | None) -> dict[shown.Place, shown.Series]:

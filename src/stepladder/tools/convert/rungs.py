@@ -156,10 +156,10 @@ def share_training_samples(conversion: Conversion) -> Edits:
 
 def _add_epochs(conversion: Conversion, loader: LoaderFacts, edits: Edits) -> None:
     """Tell the sampler the epoch, at the begin of each."""
-    matches = find_epoch_loop(conversion, loader)
-    if matches is None:
+    epoch_loop = find_epoch_loop(conversion, loader)
+    if epoch_loop is None:
         return
-    file, loop, name = matches
+    file, loop, name = epoch_loop
     epoch = name_of_epoch(file, loop)
     set_epoch = file.insert_before(loop.body[0], f"{name}.sampler.set_epoch({epoch})")
     known = edits.setdefault(file.name, [])
@@ -314,12 +314,12 @@ def _add_sums(conversion: Conversion, loader: LoaderFacts, edits: Edits) -> None
         for loop in loops[:1]:
             done.add(loop)
             names = _accumulators(file, loop)
-            edited = _statements_after(file, loop)
-            used = [name for name in names if any(_uses_name(item, name) for item in edited)]
+            following = _statements_after(file, loop)
+            used = [name for name in names if any(_uses_name(item, name) for item in following)]
             sums = "\n".join(f"{name} = sum_over_processes({name})" for name in used)
             if sums:
                 add(edits, file, file.insert_after(loop, sums))
-            for statement in edited:
+            for statement in following:
                 for call in file.nodes(ast.Call, statement):
                     is_length = last_name(call.func) == "len" and bool(call.args)
                     if is_length and file.text_of(call.args[0]) == use.name:
@@ -368,14 +368,14 @@ def assigned_before(file: SourceText, loop: ast.For) -> set[str]:
 
 def _statements_after(file: SourceText, loop: ast.For) -> list[ast.stmt]:
     """Return the statements after a loop, in its block and in those around it."""
-    edited: list[ast.stmt] = []
+    following: list[ast.stmt] = []
     statement: ast.stmt = loop
     while True:
         block = file.block_of(statement)
-        edited += block[block.index(statement) + 1 :]
+        following += block[block.index(statement) + 1 :]
         parent = file.parents[statement]
         if not isinstance(parent, ast.With | ast.If | ast.Try):
-            return edited
+            return following
         statement = parent
 
 

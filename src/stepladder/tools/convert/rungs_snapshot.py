@@ -43,9 +43,9 @@ def _read_epoch_loop(conversion: Conversion) -> _EpochLoop:
         CannotConvert: There is none over a range, or a part has no name there.
     """
     for loader in conversion.facts.loaders:
-        matches = find_epoch_loop(conversion, loader) if loader.is_training else None
-        if matches is not None:
-            file, loop, _ = matches
+        epoch_loop = find_epoch_loop(conversion, loader) if loader.is_training else None
+        if epoch_loop is not None:
+            file, loop, _ = epoch_loop
             return _EpochLoop(
                 file, loop, parts_of(conversion, file, loop), _changing_values(file, loop)
             )
