@@ -23,7 +23,7 @@ PATH_IN_TEXT = re.compile(
     r"(?<![\w./-])(?:src|tests|docs|lessons|benchmarks|slurm|docker)/[\w./-]*\w"
 )
 # Pages that name files of the past, and of other repositories.
-OTHER_PATHS = {"docs/log.md", "docs/checked-scripts.md"}
+OTHER_PATHS = {"docs/log.md", "docs/log-archive.md", "docs/checked-scripts.md"}
 # By test_your_own_job.py and test_readme.py
 RUN_ELSEWHERE = {REPOSITORY / "docs" / "your-own-job.md", REPOSITORY / "README.md"}
 
@@ -202,7 +202,7 @@ def test_pages_are_short() -> None:
     }  # json.md: a table per command
     limits["CHANGELOG.md"] = 450  # a line per behaviour, and nobody reads it whole
     for page in PAGES:
-        if page.name != "log.md" and page.parent.name != "reference":
+        if page.stem not in ("log", "log-archive") and page.parent.name != "reference":
             written = re.sub(
                 r"<!-- generated.*?<!-- end -->|```diff.*?```",
                 "",
@@ -210,6 +210,12 @@ def test_pages_are_short() -> None:
                 flags=re.DOTALL,
             )
             assert len(written.splitlines()) <= limits.get(name_of(page), 150), page
+
+
+def test_the_log_has_decisions_and_the_archive_is_not_searched() -> None:
+    log, archive = (REPOSITORY / "docs" / f"{name}.md" for name in ("log", "log-archive"))
+    assert len(log.read_text().split()) <= 6000
+    assert archive.read_text().startswith("---\nsearch:\n  exclude: true\n---\n")
 
 
 @pytest.mark.every_case

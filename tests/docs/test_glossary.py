@@ -19,7 +19,7 @@ PAGES = [
     *(
         page
         for page in sorted(DOCS.glob("*.md"))
-        if page.name not in ("glossary.md", "lineage.md", "log.md")
+        if page.stem not in ("glossary", "lineage", "log", "log-archive")
     ),
 ]
 # Blocks and what is indented, headings, tables, comments, `code`, links: all that is no running

@@ -15,7 +15,7 @@ PAGES = [
     REPOSITORY / "README.md",
     REPOSITORY / "CONTRIBUTING.md",
     REPOSITORY / "CHANGELOG.md",
-    *(page for page in sorted(DOCS.glob("*.md")) if page.name != "log.md"),
+    *(page for page in sorted(DOCS.glob("*.md")) if page.stem not in ("log", "log-archive")),
     DOCS / "reference" / "python.md",
 ]
 LESSONS = sorted((REPOSITORY / "lessons").rglob("*.md"))
@@ -38,6 +38,11 @@ RULES = {
     "let go of: free": r"\blets? go (?:of|after)\b",
 }
 MOST_THAT_OF = 2
+MOST_WORDS = 35  # of a sentence
+# A paragraph or an item of a list ends at an empty line, at the next item or at a heading.
+PARAGRAPH = re.compile(r"\n\s*\n|\n(?=\s*(?:[-*]|\d+\.) )|^#.*$|^\|.*$", re.MULTILINE)
+SENTENCE_END = re.compile(r"(?<=[.!?])[)*\"]*\s+")
+NOT_FOR_USERS = ("CHANGELOG.md", "checked-scripts.md", "python.md")
 # A list of changes, what is made from data, and what nobody reads to its end.
 NO_NEXT = ("CHANGELOG.md", "checked-scripts.md", "lineage.md")
 
@@ -73,6 +78,21 @@ def test_the_words_of_a_page_are_plain(page: Path) -> None:
 def test_a_page_repeats_the_noun(page: Path) -> None:
     found = re.findall(r"\b(?:that|those) of\b", prose(page), re.IGNORECASE)
     assert len(found) <= MOST_THAT_OF, f"`that of` or `those of` {len(found)} times"
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in [*PAGES, *LESSONS] if page.name not in NOT_FOR_USERS], ids=name_page
+)
+def test_no_sentence_is_long(page: Path) -> None:
+    """Code counts as a word, and a link as its text."""
+    text = re.sub(r"^```.*?^```|^ {4,}.*?$|<!--.*?-->", "\n\n", page.read_text(), flags=re.M | re.S)
+    text = re.sub(r"`[^`]+`", "code", re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", text))
+    sentences = [
+        sentence
+        for paragraph in PARAGRAPH.split(text)
+        for sentence in SENTENCE_END.split(" ".join(paragraph.split()))
+    ]
+    assert not [sentence for sentence in sentences if len(sentence.split()) > MOST_WORDS]
 
 
 @pytest.mark.parametrize("page", [*PAGES, *LESSONS], ids=name_page)

@@ -55,7 +55,7 @@ class Settings:
         ),
     ]
     epochs: Annotated[
-        int | None, Flag("How often each sample is trained.", TRAINING, minimum=1)
+        int | None, Flag("The number of passes over the training data.", TRAINING, minimum=1)
     ] = None
     steps: Annotated[
         int | None,

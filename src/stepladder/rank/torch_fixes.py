@@ -255,8 +255,8 @@ def _is_alone() -> bool:
 #
 # A gloo thread that drops a Python tensor needs the GIL. A thread that joins it with the GIL held
 # waits for ever, and an interpreter that ends before the gloo thread aborts the process. Both are
-# in docs/log.md. Seen with torch 2.13. These can go when torch releases the GIL before it joins
-# gloo's threads, and drops their tensors before a collective counts as done.
+# in docs/log-archive.md. Seen with torch 2.13. These can go when torch releases the GIL before it
+# joins gloo's threads, and drops their tensors before a collective counts as done.
 
 
 def keep_backward_context_from_gloo() -> None:

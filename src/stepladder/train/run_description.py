@@ -55,7 +55,7 @@ def describe_run(spec: RunSpec, world: World, step: int = 0) -> list[str]:
     dependent_parts = _find_rank_dependence(spec.job, spec.by_microbatch)
     if dependent_parts:
         lines.append(
-            f"  one pass per process: {dependent_parts} depend on the number of processes;"
+            f"  without microbatches {dependent_parts} depend on the number of processes;"
             f" with --microbatch {plan.microbatch} they do not"
         )
     if not settings.survives_loss and world.world_size > 1:

@@ -88,7 +88,7 @@ class RunSpec:
         settings: The flags of `stepladder train`.
         recipe: The job's name and Config.
         plan: Which samples each step trains.
-        epochs: How often each sample is trained.
+        epochs: The number of passes over the training data.
         num_steps: Optimizer steps of the whole run.
         threads: Intra-op threads of each process.
         device: The device of this rank.
@@ -266,7 +266,7 @@ def _count_steps(epochs: int, steps: int | None, plan: Plan) -> int:
     """Return the optimizer steps of the whole run.
 
     Args:
-        epochs: How often each sample is trained.
+        epochs: The number of passes over the training data.
         steps: The value of --steps; None for all steps of the epochs.
         plan: Has the number of steps per epoch.
 

@@ -155,7 +155,7 @@ def test_processes_that_never_meet_are_a_one_process_command(tmp_path: Path) -> 
     assert [
         note
         for note in report["notes"]
-        if "knows no other ranks: it was run as one process" in note
+        if "does not ask for its rank: it was run as one process" in note
     ]
 
 

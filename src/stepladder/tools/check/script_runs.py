@@ -48,7 +48,7 @@ LOST_PEER = re.compile(
 )
 NO_DATA_PARALLELISM = "the script is not data parallel: rules that compare ranks do not apply"
 MAKES_ITS_RANKS = "the script makes its ranks itself: it was started as one process"
-KNOWS_NO_RANKS = "the script knows no other ranks: it was run as one process"
+KNOWS_NO_RANKS = "the script does not ask for its rank: it was run as one process"
 RAN_ALONE = "the script's processes never meet in a process group: it was run alone, as one process"
 RANKS_NOT_COMPARED = (
     "the script's processes never meet in a process group: rules that compare ranks do not apply"

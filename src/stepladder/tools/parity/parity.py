@@ -26,7 +26,9 @@ from stepladder.tools.parity.steps import read_steps
 from stepladder.tools.probe.attach import temporary_environment
 
 PARITY_TEXTS = Catalogue("stepladder.tools.parity")
-NO_OTHER_RANKS = "the script knows no other processes: on several, each would do the same"
+NO_OTHER_RANKS = (
+    "the script does not ask for its rank: on several processes, each would do the same"
+)
 NOT_SEEDED = (
     "two runs with the same arguments begin with other weights or other samples: seed the script "
     "(torch.manual_seed before the model, a seeded generator or sampler for the order)"

@@ -146,7 +146,7 @@ def _describe_useful_range(sizes: list[SizeResult]) -> str:
         )
     span = f", {low} to {high} as the rounds vary" if low < high else ""
     processes = format_count(useful, "process")
-    return f"By the fitted law, efficiency stays above one half up to {processes}{span}."
+    return f"By the fitted law, efficiency falls below one half beyond {processes}{span}."
 
 
 def describe_size(

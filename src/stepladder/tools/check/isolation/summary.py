@@ -18,13 +18,11 @@ from stepladder.tools.check.recording import read_events
 from stepladder.tools.probe.events import ProbeEvent
 
 MECHANISM_TEXTS = {
-    "namespace": "a read-only mount namespace keeps them as they are",
-    "landlock": (
-        "Landlock keeps them as they are; it does not stop chmod, chown and utime by other programs"
-    ),
+    "namespace": "a read-only mount namespace protects them",
+    "landlock": "Landlock protects them, but not from chmod, chown and utime by other programs",
     "audit": (
-        "no kernel keeps them as they are: --unsafe; Python's own calls that would change them are "
-        "refused, and other programs and libraries in C are not"
+        "the kernel does not protect them (--unsafe); calls of Python that would change them are "
+        "refused, but not those of other programs and of libraries in C"
     ),
 }
 # A text of the errors in guard.py.
