@@ -370,13 +370,13 @@ def flags_below(shown: str, title: str) -> list[str]:
 
 
 def test_help_lists_commands_by_purpose_and_all_of_them_on_demand(tmp_path: Path) -> None:
-    sections = ["Train", "Inspect", "Find faults", "Speed", "Learn"]
+    sections = ["Train", "Inspect", "Compare", "Find faults", "Speed", "Learn"]
     shown = run("--help", cwd=tmp_path).stdout
     assert titles_of(shown) == ["Options", *sections]
-    assert shown.endswith("\nMore (--help-all): verify, export, import, data, recipe.\n")
+    assert shown.endswith("\nMore (--help-all): export, import, data, recipe.\n")
     everything = run("--help-all", cwd=tmp_path).stdout
     assert titles_of(everything) == ["Options", *sections, "More"]
-    assert "\n  verify   Prove that" in everything
+    assert "\n  export   Write a run's weights" in everything
 
 
 def test_help_of_train_begins_with_the_jobs_flags_and_those_of_a_first_run(tmp_path: Path) -> None:
@@ -389,10 +389,13 @@ def test_help_of_train_begins_with_the_jobs_flags_and_those_of_a_first_run(tmp_p
         "Snapshots and output",
     ]
     shown = run("train", "--help", cwd=tmp_path).stdout
-    assert titles_of(shown) == sections
-    names = "nproc epochs global-batch lr sync run-dir fresh device precision dry-run"
+    assert titles_of(shown) == sections[:1]
+    names = "nproc epochs global-batch lr sync run-dir fresh device precision dry-run help-all"
     assert flags_below(shown, sections[0]) == [f"--{name}" for name in names.split()]
-    shown = run("train", "mnist", "--help", cwd=tmp_path).stdout
+    more = shown.partition("\nMore flags (--help-all): ")[2]
+    assert " ".join(more.split()) == f"{', '.join(sections[1:])}."
+    assert titles_of(run("train", "--help-all", cwd=tmp_path).stdout) == sections
+    shown = run("train", "mnist", "--help-all", cwd=tmp_path).stdout
     assert titles_of(shown) == ["Flags of this job", *sections]
     assert flags_below(shown, "Flags of this job") == ["--net", "--weight-decay"]
 

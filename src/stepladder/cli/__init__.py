@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 import click
 
+from stepladder.cli.help_all import make_help_all, shows_all
 from stepladder.cli.suggest import SuggestingGroup, format_click_error
 from stepladder.core.console import echo, prepare_streams, print_message
 from stepladder.core.errors import (
@@ -45,12 +46,15 @@ COMMAND_SECTIONS = {
     "Inspect": {
         "watch": "Follow a run, or a batch job, in the terminal.",
         "report": "Write a page with a run's curves, ranks, restarts and ledger.",
+    },
+    "Compare": {
         "audit": "Prove from the ledger that every sample was trained exactly once per epoch.",
+        "verify": "Prove that a job gives the same bits on any number of processes.",
+        "parity": "Compare a script on one process and on several, step by step.",
         "diff": "Find the first step at which two runs differ, and why.",
     },
     "Find faults": {
         "check": "Find the silent mistakes of distributed training in any script.",
-        "parity": "Compare a script on one process and on several, step by step.",
         "doctor": "Find what is wrong with this machine, or between machines.",
         "explain": "Say what an error message means, and what to type.",
     },
@@ -63,7 +67,6 @@ COMMAND_SECTIONS = {
         "lab": "Start a real Slurm cluster on this machine, to practise on.",
     },
     MORE: {
-        "verify": "Prove that a job gives the same bits on any number of processes.",
         "export": "Write a run's weights for Hugging Face's libraries or"
         " torch.distributed.checkpoint.",
         "import": "Start a run from weights in safetensors or DCP format.",
@@ -73,7 +76,6 @@ COMMAND_SECTIONS = {
 }
 COMMANDS = [name for section in COMMAND_SECTIONS.values() for name in section]
 HIDDEN_COMMANDS = ("after", "note")  # for batch scripts
-SHOWS_ALL = "stepladder.help_all"  # the key in click's context
 # Old spellings that work for one release, with the spelling that replaces them.
 OLD_SPELLINGS = {"recommend": "recipe recommend", "sample": "recipe sample"}
 # Files with several short commands; the file of any other command has the command's name.
@@ -121,7 +123,7 @@ class LazyGroup(SuggestingGroup):
         """Write the commands in their sections, without importing them."""
         width = max(map(len, COMMANDS))
         for title, summaries in COMMAND_SECTIONS.items():
-            if title == MORE and not ctx.meta.get(SHOWS_ALL):
+            if title == MORE and not shows_all(ctx):
                 formatter.write_paragraph()
                 formatter.write_text(f"{MORE} (--help-all): {', '.join(summaries)}.")
                 continue
@@ -130,28 +132,15 @@ class LazyGroup(SuggestingGroup):
                 formatter.write_dl(rows)
 
 
-def show_all_commands(ctx: click.Context, _param: click.Parameter, is_set: bool) -> None:
-    """Print the help with all commands, if --help-all is set."""
-    if is_set and not ctx.resilient_parsing:
-        ctx.meta[SHOWS_ALL] = True
-        echo(ctx.get_help())
-        ctx.exit()
-
-
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="stepladder")
-@click.option(
-    "--help-all",
-    is_flag=True,
-    is_eager=True,
-    expose_value=False,
-    callback=show_all_commands,
-    help="Show this message with all commands, and exit.",
-)
 def cli() -> None:
     """One PyTorch training job, from one device to a cluster, with the same bits on every step."""
     with as_input_error("the current folder cannot be used", "cd to another one"):
         Path.cwd()  # raises where the folder was removed
+
+
+cli.params.append(make_help_all("commands"))
 
 
 def exit_with_error(error: str, reports: bool | None = None) -> NoReturn:

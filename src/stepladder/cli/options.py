@@ -13,6 +13,7 @@ import click
 from click.core import ParameterSource
 
 from stepladder.cli.flags import GroupedOption
+from stepladder.cli.help_all import shows_all
 from stepladder.cli.types import ANY_INTEGER, RealNumber
 from stepladder.core.console import print_message
 from stepladder.core.errors import InputError
@@ -152,12 +153,22 @@ class JobCommand(click.Command):
         return config, settings
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the flags in their sections, the job's own flags on top."""
+        """Write the flags in their sections, the job's own flags on top.
+
+        Where a command has flags to start with, --help-all shows the others.
+        """
+        more = []
         for title, options in self.list_sections(ctx).items():
+            if self.first_flags and title in self.sections and not shows_all(ctx):
+                more.append(title)
+                continue
             with formatter.section(title):
                 formatter.write_dl(
                     [record for option in options if (record := option.get_help_record(ctx))]
                 )
+        if more:
+            formatter.write_paragraph()
+            formatter.write_text(f"More flags (--help-all): {', '.join(more)}.")
 
     def list_sections(self, ctx: click.Context) -> dict[str, list[click.Option]]:
         """Return the flags that --help shows, by the title of their section."""

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 import click
 
 from stepladder.cli.flags import make_command, make_field_options
+from stepladder.cli.help_all import make_help_all
 from stepladder.cli.options import TRACEBACK_FLAG, JobCommand, TrainFlags
 from stepladder.cli.types import AsJson, ExplainAfter, Hosts, JobPath, MemorySize, Natural, Ssh
 from stepladder.core.console import print_message
@@ -34,10 +35,13 @@ class _TrainCommand(JobCommand):
         "device",
         "precision",
         "dry_run",
+        "help_all",
     )
 
 
-@make_command(_TrainCommand, *make_field_options(TrainFlags), TRACEBACK_FLAG)
+@make_command(
+    _TrainCommand, *make_field_options(TrainFlags), TRACEBACK_FLAG, make_help_all("flags")
+)
 def command(
     job: JobPath,
     *,
