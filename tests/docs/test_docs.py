@@ -187,7 +187,7 @@ def test_pages_are_short() -> None:
         "docs/glossary.md": 180,
         # Each is several pages in one, so that a reader need not follow links in the middle of a job.
         "docs/cluster.md": 240,
-        "docs/debugging.md": 210,
+        "docs/debugging.md": 225,
         "docs/failures.md": 155,
         "docs/diff.md": 190,
         "docs/nodes.md": 200,
@@ -197,7 +197,7 @@ def test_pages_are_short() -> None:
         "docs/use.md": 200,
         "docs/your-data.md": 235,
         "docs/your-own-job.md": 175,
-        "docs/json.md": 275,
+        "docs/json.md": 290,
         "docs/architecture.md": 152,
     }  # json.md: a table per command
     limits["CHANGELOG.md"] = 450  # a line per behaviour, and nobody reads it whole

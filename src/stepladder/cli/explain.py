@@ -1,4 +1,4 @@
-"""`stepladder explain TEXT|FILE`: what an error message means."""
+"""`stepladder explain`: what an error message means, or why a running job does not move."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Annotated, BinaryIO
 import click
 
 from stepladder.cli.flags import make_command
-from stepladder.cli.types import AsJson
+from stepladder.cli.types import AsJson, Seconds
 from stepladder.core.console import echo, echo_json
 from stepladder.core.errors import InputError, as_input_error
 from stepladder.core.typed_file import open_to_read
@@ -29,16 +29,28 @@ EXPLAIN_HINT = (
 
 @make_command()
 def command(
-    text: str | None = None, *, as_list: Annotated[bool, "--list"] = False, as_json: AsJson = False
+    text: str | None = None,
+    *,
+    pid: int | None = None,
+    job: str = "",
+    seconds: Annotated[float, Seconds()] = 5.0,
+    as_list: Annotated[bool, "--list"] = False,
+    as_json: AsJson = False,
 ) -> int:
-    """Explain an error message of PyTorch, NCCL, gloo, CUDA, Slurm or SSH, and what to type.
+    """Explain an error message, or why a running job does not move.
 
-    TEXT is the message, a part of it, or some of its words. FILE is a log, which is searched for
-    all known messages. Without either, a log is read from standard input. Exit code 1 if there is
-    no known message in it.
+    TEXT is a message of PyTorch, NCCL, gloo, CUDA, Slurm or SSH, a part of it, or some of its words.
+    FILE is a log, which is searched for all known messages. Without either, a log is read from
+    standard input. Exit code 1 if there is no known message in it.
+
+    --pid is the process id of torchrun, srun, mpirun or a rank. The ranks on this machine are read
+    by py-spy. Exit code 1 if no rank stands still.
 
     Args:
         text (TEXT|FILE): A message, or a log.
+        pid (PID): Explain why the ranks of this process do not move.
+        job (ID): The same for a Slurm job, on one of its nodes.
+        seconds: For how long the ranks are watched.
         as_list: Print all known messages.
     """
     from stepladder.tools.explain.explain import explain, find_nearest
@@ -47,6 +59,8 @@ def command(
     if as_list:
         _print_known_errors()
         return 0
+    if pid is not None or job:
+        return _explain_running_job(pid, job, seconds, as_json)
     matches = list(explain(read_lines(text)))
     if text and not matches and not is_file(text):
         matches = list(find_nearest(text))
@@ -60,6 +74,36 @@ def command(
     if not matches:
         echo(f"stepladder: no known error message is in it. HINT: {EXPLAIN_HINT}", err=True)
     return int(not matches)
+
+
+def _explain_running_job(pid: int | None, job: str, seconds: float, as_json: bool) -> int:
+    """Print why a job does not move, or that it moves; return the exit code."""
+    from stepladder.tools.explain import running_job
+
+    processes = running_job.find_slurm_job(job) if pid is None else running_job.find_job(pid)
+    state = running_job.observe_job(running_job.find_ranks(processes), seconds)
+    explanation = state.explanation
+    if as_json:
+        ranks = [
+            {"rank": status.rank, "pid": status.pid, "position": status.describe_position()}
+            for status in state.statuses
+        ]
+        echo_json(
+            {
+                "stands_still": explanation is not None,
+                "rank": explanation and explanation.rank,
+                "sentence": explanation and explanation.sentence,
+                "cause": explanation and explanation.cause,
+                "ranks": ranks,
+            }
+        )
+    elif explanation is not None:
+        echo(explanation.format_report("a rank has not moved", seconds))
+    else:
+        echo(f"stepladder: no rank has stood still for {seconds:g} s: the job moves")
+        for status in state.statuses:
+            echo(f"  {status}: it is {status.describe_position()}")
+    return int(explanation is None)
 
 
 def _print_known_errors() -> None:

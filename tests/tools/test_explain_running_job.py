@@ -1,0 +1,109 @@
+"""`stepladder explain --pid`: hangs of scripts that plain torchrun or mp.spawn has started are named
+as `run` names them; of a job that moves it says so.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from hang_kinds import SAID_BY_GLOO, SCRIPT
+from pages import documented_keys
+from processes import Started, refused, run, started, wait_until
+
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+# gloo ends the other kinds with an error, and torchrun ends the job.
+KINDS = ("barrier", "save", "worker", "lock", "group", "recv", "new-group", "group-order")
+SPAWNING = """
+import sys, time
+import torch.multiprocessing as mp
+import torch.distributed as dist
+
+def train(rank):
+    dist.init_process_group("gloo", "file://" + sys.argv[1], rank=rank, world_size=2)
+    if rank == 0:
+        time.sleep(1000)
+    dist.barrier()
+
+if __name__ == "__main__":
+    mp.spawn(train, nprocs=2)
+"""
+
+LOOP = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+for step in range(10**9):
+    dist.all_reduce(torch.ones(1))
+    if step == 100:
+        open("first", "w").close()
+"""
+
+
+def explain(running: Started, *flags: object, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return run("explain", "--pid", running.popen.pid, "--seconds", 1, *flags, cwd=cwd)
+
+
+@contextmanager
+def explained(
+    pattern: str, cwd: Path, *command: object, program: tuple[str, ...] = TORCHRUN
+) -> Iterator[Started]:
+    """A job, once `explain` says what is in the pattern."""
+    said = ""
+
+    def is_said() -> bool:
+        nonlocal said
+        assert running.popen.poll() is None, running.err.read_text()
+        done = run("explain", "--pid", running.popen.pid, "--seconds", 1, cwd=cwd)
+        said = f"{done.returncode}\n{done.stdout}{done.stderr}"
+        return re.search(rf"^0\nstepladder: a rank has not moved for 1 s: .*{pattern}", said) is not None
+
+    with started(*command, cwd=cwd, command=program) as running:
+        wait_until(is_said, lambda: said, every=0.25)
+        yield running
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_hang_under_torchrun_is_explained(kind: str, tmp_path: Path) -> None:
+    with explained(SAID_BY_GLOO[kind], tmp_path, SCRIPT, kind):
+        pass
+
+
+@pytest.mark.ranks
+def test_a_hang_of_spawned_ranks_is_explained_in_json_too(tmp_path: Path) -> None:
+    (tmp_path / "spawn.py").write_text(SPAWNING)
+    pattern = r"rank 0 \(pid \d+\): it is in train\(\), spawn.py:9 .*; the others wait in barrier"
+    program = (sys.executable, "spawn.py")
+    with explained(pattern, tmp_path, tmp_path / "store", program=program) as running:
+        found = json.loads(explain(running, "--json", cwd=tmp_path).stdout)
+    assert found["stands_still"] and found["rank"] == 0 and "train()" in found["sentence"]
+    assert [rank["rank"] for rank in found["ranks"]] == [0, 1]
+    assert found.keys() == documented_keys("explain --pid")
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_of_a_job_that_moves_it_says_so(tmp_path: Path) -> None:
+    """Both ranks are in one line at each look."""
+    (tmp_path / "loop.py").write_text(LOOP)
+    with started("loop.py", cwd=tmp_path, command=TORCHRUN) as running:
+        wait_until((tmp_path / "first").exists, running.err.read_text)
+        done = explain(running, cwd=tmp_path)
+    assert done.returncode == 1 and "the job moves\n  rank 0 (pid " in done.stdout, done.stdout
+
+
+def test_what_is_no_job_is_one_line(tmp_path: Path) -> None:
+    refused(run("explain", "--pid", 0, cwd=tmp_path), "--pid 0: ")
+    refused(run("explain", "--pid", 1 << 30, cwd=tmp_path), f"--pid {1 << 30}: no such process")
+    refused(run("explain", "--pid", os.getpid(), cwd=tmp_path), "no rank among these processes")
+    refused(run("explain", "--job", "none", cwd=tmp_path), "no process of this job on this machine")
+    refused(run("explain", "--pid", 1, "text", cwd=tmp_path), "text")
