@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -63,7 +64,10 @@ def explained(
         assert running.popen.poll() is None, running.err.read_text()
         done = run("explain", "--pid", running.popen.pid, "--seconds", 1, cwd=cwd)
         said = f"{done.returncode}\n{done.stdout}{done.stderr}"
-        return re.search(rf"^0\nstepladder: a rank has not moved for 1 s: .*{pattern}", said) is not None
+        return (
+            re.search(rf"^0\nstepladder: a rank has not moved for 1 s: .*{pattern}", said)
+            is not None
+        )
 
     with started(*command, cwd=cwd, command=program) as running:
         wait_until(is_said, lambda: said, every=0.25)
@@ -106,4 +110,38 @@ def test_what_is_no_job_is_one_line(tmp_path: Path) -> None:
     refused(run("explain", "--pid", 1 << 30, cwd=tmp_path), f"--pid {1 << 30}: no such process")
     refused(run("explain", "--pid", os.getpid(), cwd=tmp_path), "no rank among these processes")
     refused(run("explain", "--job", "none", cwd=tmp_path), "no process of this job on this machine")
-    refused(run("explain", "--pid", 1, "text", cwd=tmp_path), "text")
+    refused(run("explain", "--pid", 1, "text", cwd=tmp_path), "TEXT, --pid and --job")
+
+
+def write_dumps(folder: Path) -> None:
+    """As NCCL leaves them, one in each form: rank 1 is one collective behind."""
+    entries = [
+        {
+            "frames": [{"name": "train", "filename": "/home/me/train.py", "line": 88}],
+            "process_group": ("0", "default_pg"),
+            "collective_seq_id": number,
+            "profiling_name": "nccl:all_reduce",
+            "input_sizes": [[2, 5]],
+            "state": state,
+            "is_p2p": False,
+        }
+        for number, state in ((1, "completed"), (2, "started"))
+    ]
+    (folder / "trace_0").write_bytes(pickle.dumps({"entries": entries}))
+    (folder / "trace_1").write_text(json.dumps({"entries": entries[:1]}))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_dumps_of_all_ranks_are_read_beside_one(rank: int, tmp_path: Path) -> None:
+    write_dumps(tmp_path)
+    done = run("explain", f"trace_{rank}", cwd=tmp_path)
+    assert done.returncode == 0 and done.stdout.startswith(
+        "stepladder: rank 1 has not reached all_reduce 2: it is past all_reduce 1, called by train(), "
+        "train.py:88; the others wait. Usual cause: "
+    )
+
+
+def test_a_damaged_dump_beside_it_is_one_line(tmp_path: Path) -> None:
+    write_dumps(tmp_path)
+    (tmp_path / "trace_2").write_text("half")
+    refused(run("explain", "trace_0", cwd=tmp_path), "a file beside it: trace_2 is not a dump")

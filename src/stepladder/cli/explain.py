@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, BinaryIO
+from typing import TYPE_CHECKING, Annotated, BinaryIO
 
 import click
 
@@ -16,6 +16,10 @@ from stepladder.core.console import echo, echo_json
 from stepladder.core.errors import InputError, as_input_error
 from stepladder.core.typed_file import open_to_read
 from stepladder.tools.findings.finding import Finding
+
+if TYPE_CHECKING:
+    from stepladder.launcher.diagnose.explanation import Explanation
+    from stepladder.launcher.diagnose.rank_status import RankStatus
 
 MAX_LOG_LINE_BYTES = 1 << 16  # a log may hold anything
 MAX_LOG_GIB = 64  # a hole in a file may be of any size, and reads as zeros
@@ -39,9 +43,10 @@ def command(
 ) -> int:
     """Explain an error message, or why a running job does not move.
 
-    TEXT is a message of PyTorch, NCCL, gloo, CUDA, Slurm or SSH, a part of it, or some of its words.
-    FILE is a log, which is searched for all known messages. Without either, a log is read from
-    standard input. Exit code 1 if there is no known message in it.
+    TEXT is a message of PyTorch, NCCL, gloo, CUDA, Slurm or SSH, a part of it, or some of its
+    words. FILE is a log, which is searched for all known messages, or a dump of torch's flight
+    recorder, beside the other ranks' dumps. Without either, a log is read from standard input. Exit
+    code 1 if there is no known message in it.
 
     --pid is the process id of torchrun, srun, mpirun or a rank. The ranks on this machine are read
     by py-spy. Exit code 1 if no rank stands still.
@@ -53,14 +58,74 @@ def command(
         seconds: For how long the ranks are watched.
         as_list: Print all known messages.
     """
-    from stepladder.tools.explain.explain import explain, find_nearest
-    from stepladder.tools.findings.render import as_record
-
     if as_list:
         _print_known_errors()
         return 0
+    if sum([pid is not None, bool(job), text is not None]) > 1:
+        raise InputError("TEXT, --pid and --job: each asks another question", "one of them")
     if pid is not None or job:
         return _explain_running_job(pid, job, seconds, as_json)
+    if _explain_dumps(text, as_json):
+        return 0
+    return _explain_text(text, as_json)
+
+
+def _explain_running_job(pid: int | None, job: str, seconds: float, as_json: bool) -> int:
+    """Print why a job does not move, or that it moves; return the exit code."""
+    from stepladder.tools.explain import running_job
+
+    processes = running_job.find_slurm_job(job) if pid is None else running_job.find_job(pid)
+    state = running_job.observe_job(running_job.find_ranks(processes), seconds)
+    explanation = state.explanation
+    if as_json:
+        _print_ranks(state.statuses, explanation)
+    elif explanation is not None:
+        echo(explanation.format_report("a rank has not moved", seconds))
+    else:
+        echo(f"stepladder: no rank has stood still for {seconds:g} s: the job moves")
+        for status in state.statuses:
+            echo(f"  {status}: it is {status.describe_position()}")
+    return int(explanation is None)
+
+
+def _print_ranks(statuses: Sequence[RankStatus], explanation: Explanation | None) -> None:
+    """Print what ranks do, and why, as JSON."""
+    echo_json(
+        {
+            "stands_still": explanation is not None,
+            "rank": explanation and explanation.rank,
+            "sentence": explanation and explanation.sentence,
+            "cause": explanation and explanation.cause,
+            "ranks": [
+                {"rank": status.rank, "pid": status.pid, "position": status.describe_position()}
+                for status in statuses
+            ],
+        }
+    )
+
+
+def _explain_dumps(text: str | None, as_json: bool) -> bool:
+    """Print why ranks waited, if the text names a dump of the flight recorder."""
+    if not text or not is_file(text):
+        return False
+    from stepladder.tools.explain.flight_dumps import explain_dumps
+
+    with as_input_error("a file beside it", "move it to another folder", (ValueError,)):
+        explanation = explain_dumps(Path(text))
+    if explanation is None:
+        return False
+    if as_json:
+        _print_ranks(explanation.ranks, explanation)
+    else:
+        echo(f"stepladder: {explanation.with_cause}")
+    return True
+
+
+def _explain_text(text: str | None, as_json: bool) -> int:
+    """Print what known messages in a text mean; return the exit code."""
+    from stepladder.tools.explain.explain import explain, find_nearest
+    from stepladder.tools.findings.render import as_record
+
     matches = list(explain(read_lines(text)))
     if text and not matches and not is_file(text):
         matches = list(find_nearest(text))
@@ -74,36 +139,6 @@ def command(
     if not matches:
         echo(f"stepladder: no known error message is in it. HINT: {EXPLAIN_HINT}", err=True)
     return int(not matches)
-
-
-def _explain_running_job(pid: int | None, job: str, seconds: float, as_json: bool) -> int:
-    """Print why a job does not move, or that it moves; return the exit code."""
-    from stepladder.tools.explain import running_job
-
-    processes = running_job.find_slurm_job(job) if pid is None else running_job.find_job(pid)
-    state = running_job.observe_job(running_job.find_ranks(processes), seconds)
-    explanation = state.explanation
-    if as_json:
-        ranks = [
-            {"rank": status.rank, "pid": status.pid, "position": status.describe_position()}
-            for status in state.statuses
-        ]
-        echo_json(
-            {
-                "stands_still": explanation is not None,
-                "rank": explanation and explanation.rank,
-                "sentence": explanation and explanation.sentence,
-                "cause": explanation and explanation.cause,
-                "ranks": ranks,
-            }
-        )
-    elif explanation is not None:
-        echo(explanation.format_report("a rank has not moved", seconds))
-    else:
-        echo(f"stepladder: no rank has stood still for {seconds:g} s: the job moves")
-        for status in state.statuses:
-            echo(f"  {status}: it is {status.describe_position()}")
-    return int(explanation is None)
 
 
 def _print_known_errors() -> None:

@@ -147,9 +147,17 @@ class RankStatus:
             return f"waiting for its data loader, whose worker{shown_pid} is in {position}"
         phase = PHASES[self.progress.phase]
         if self.frame is None:
-            return f"in its {phase} phase" if phase else "at an unknown position"
+            return f"in its {phase} phase" if phase else self._describe_last_collective()
         position = f"in {describe_frame(self.frame)}"
         return f"{position}, {phase}" if self.progress.phase == READING else position
+
+    def _describe_last_collective(self) -> str:
+        count = self.progress.num_collectives
+        recorded = self.progress.find_collective(count)
+        if recorded is None:
+            return "at an unknown position"
+        site, _ = recorded
+        return f"past {site.name} {count}, called by {site}"
 
     def find_slow_worker(self) -> tuple[int, Frame] | None:
         """Return the worker that the rank's data loader waits for, and the call that it is in.
