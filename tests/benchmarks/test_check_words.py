@@ -133,6 +133,7 @@ def output_of(text: str) -> str:
         ),
     ],
 )
+@pytest.mark.slow
 def test_a_script_with_other_names_does_the_same(
     check_words: ModuleType, text: str, kept: set[str]
 ) -> None:

@@ -16,14 +16,18 @@ import pytest
     ("line", "offered"),
     [
         ("stepladder tr", ["plain,train"]),
-        ("stepladder train m", ["plain,mlp", "plain,mnist", "plain,movielens"]),
-        ("stepladder verify dig", ["plain,digits"]),
+        pytest.param(
+            "stepladder train m",
+            ["plain,mlp", "plain,mnist", "plain,movielens"],
+            marks=pytest.mark.slow,
+        ),
+        pytest.param("stepladder verify dig", ["plain,digits"], marks=pytest.mark.slow),
         ("stepladder train my_", ["file,my_"]),
-        ("stepladder train mnist --ne", ["plain,--net"]),
+        pytest.param("stepladder train mnist --ne", ["plain,--net"], marks=pytest.mark.slow),
         ("stepladder train mnist --sync e", ["plain,exact"]),
         ("stepladder audit ru", ["file,ru"]),
-        ("stepladder lab d", ["plain,down"]),
-        ("stepladder sample --te", ["plain,--temperature"]),
+        pytest.param("stepladder lab d", ["plain,down"], marks=pytest.mark.slow),
+        pytest.param("stepladder sample --te", ["plain,--temperature"], marks=pytest.mark.slow),
     ],
 )
 def test_the_tab_key_offers(line: str, offered: list[str], tmp_path: Path) -> None:

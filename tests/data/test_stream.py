@@ -155,6 +155,7 @@ def test_resumed_at_any_step_on_other_ranks_it_reads_the_same(folder: Path) -> N
 
 
 @pytest.mark.ranks
+@pytest.mark.slow
 def test_exact_training_from_shards_resumes_on_other_numbers_of_processes(
     folder: Path, tmp_path: Path
 ) -> None:

@@ -133,6 +133,7 @@ def writer(out: Path, slow: bool, **more: Any) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.slow
 def test_kill_9_leaves_nothing_half_valid(tmp_path: Path) -> None:
     out = tmp_path / "out"
     with writer(out, slow=True) as process:

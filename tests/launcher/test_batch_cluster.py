@@ -69,6 +69,7 @@ def test_a_failed_job_s_known_message_is_explained(local: dict[str, str], tmp_pa
 
 
 @pytest.mark.ranks
+@pytest.mark.slow
 def test_the_logs_of_a_job_that_has_ended_without_output_say_so(
     local: dict[str, str], tmp_path: Path
 ) -> None:

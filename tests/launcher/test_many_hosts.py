@@ -71,6 +71,7 @@ def test_a_hundred_are_asked(hosts: list[Host]) -> None:
     assert probe.probe_all(hosts[:100]) == [("10.0.0.1", 4711)] * 100
 
 
+@pytest.mark.slow
 def test_hundreds_run(hosts: list[Host], capfd: pytest.CaptureFixture[str]) -> None:
     raise_file_limit(3 * MANY)
     assert (

@@ -25,7 +25,7 @@ from processes import run
 from warm import PROGRAMS, SERVER
 
 LESSONS = REPOSITORY / "lessons"
-QUICK = ("02-one-device", "04-data-parallel-by-hand")
+QUICK = ("04-data-parallel-by-hand",)
 GUIDES_FLAGS = {"--total_epochs", "--save_every", "--batch_size"}
 TRAIN_NOTHING = ("01-all-reduce", "12-all-reduce-nodes", "21-collectives")
 KNOW_THE_LIBRARY = ("19-stepladder", "20-shard")

@@ -146,6 +146,7 @@ def test_a_data_parallel_step_does_not_load_it() -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_run_never_loads_it(tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(JOB, encoding="utf-8")
     cold = {"PYTHONHASHSEED": "0"}  # a new interpreter: what tests are forked from has loaded it

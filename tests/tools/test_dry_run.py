@@ -120,6 +120,7 @@ def test_a_subgroup_needs_no_other_process() -> None:
     half.all_gather(torch.empty(2), torch.ones(1)).wait()
 
 
+@pytest.mark.slow
 def test_parts_are_those_of_the_model(tmp_path: Path) -> None:
     settings = settings_of("ddp", tmp_path)
     unsharded = estimated(settings, 2)
@@ -155,6 +156,7 @@ def build(config):
 """
 
 
+@pytest.mark.slow
 def test_a_loss_that_reads_weights_past_forward_has_figures_without_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -174,7 +174,7 @@ PLANTED = {  # plant: settings, sizes, (step, kind, sizes) of the difference, ca
     ),
     "odd update": ({}, [1, 2], (1, "parameter", [2]), "changes the weight layers.0.bias"),
 }
-FEW = "data", "buffer", "norm"  # the others are tested with the slow tests
+FEW = "data", "buffer"  # the others are tested with the slow tests
 
 
 @pytest.mark.parametrize(

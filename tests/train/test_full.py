@@ -152,6 +152,7 @@ def test_killed_on_four_with_full_then_three_with_slices_then_one_ends_with_the_
 
 
 @pytest.mark.ranks
+@pytest.mark.slow
 def test_full_on_two_sizes_saves_the_same(tmp_path: Path) -> None:
     """A snapshot of slices can be read whole, and says which part is damaged."""
     nets = []

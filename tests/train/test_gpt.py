@@ -158,6 +158,7 @@ def test_the_speed_is_shown_in_tokens(folder: Path, capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.ranks
+@pytest.mark.slow
 def test_one_hash_on_any_number_of_processes_and_a_sample(tmp_path: Path, folder: Path) -> None:
     random.seed(0)
     hashes = {}

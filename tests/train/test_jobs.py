@@ -127,6 +127,7 @@ def test_an_evaluation_of_equal_weights_is_equal_to_the_bit_on_any_number_of_pro
 # -- a fixed batch per process ---------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_batch_per_rank_prints_its_effective_values_and_resumes_only_on_the_same_size(
     tmp_path: Path,
 ) -> None:
@@ -161,6 +162,7 @@ def test_recipe_digits_reads_digits(tmp_path: Path) -> None:
     assert train("digits", "--nproc", 2, cwd=tmp_path)["metrics"]["test_accuracy"] >= 0.97
 
 
+@pytest.mark.slow
 def test_recipe_digits_moves_each_image_alike_on_any_number_of_processes(tmp_path: Path) -> None:
     exact = ("digits", "--sync", "exact", "--steps", 6)
     results = [train(*exact, "--nproc", n, "--run-dir", n, cwd=tmp_path) for n in (1, 2)]

@@ -130,6 +130,7 @@ def test_each_model_learns_two_tastes(model: Any, files: Path, tmp_path: Path) -
 
 
 @pytest.mark.ranks
+@pytest.mark.slow
 def test_exact_gives_the_same_weights_on_any_number_of_processes_and_through_a_kill(
     files: Path, tmp_path: Path
 ) -> None:

@@ -118,6 +118,7 @@ def test_a_lost_rank_s_slices_are_with_another_one(
     assert result["metrics"] == pytest.approx(uninterrupted["metrics"], rel=1e-6)  # of the average
 
 
+@pytest.mark.slow
 def test_slices_of_two_lost_neighbours_are_in_the_snapshot_only(
     tmp_path: Path, unbroken: str
 ) -> None:

@@ -130,6 +130,7 @@ def test_ctrl_c_reports_what_was_found_and_leaves_nothing(
     assert not list(temporary.iterdir())
 
 
+@pytest.mark.slow
 def test_a_script_that_fails_by_itself_shows_its_own_traceback(tmp_path: Path) -> None:
     script = tmp_path / "from" / "wrong.py"
     script.parent.mkdir()
@@ -182,6 +183,7 @@ def build(config):
         ("import helper_of_somebody\nhelper_of_somebody.main()\n", None),
     ],
 )
+@pytest.mark.slow
 def test_a_source_without_training_is_not_checked(
     text: str, reason: str | None, tmp_path: Path
 ) -> None:

@@ -102,7 +102,7 @@ def find_slurm_job(job: str) -> list[psutil.Process]:
 def read_environment(process: psutil.Process) -> Environment:
     """Return the environment with which a process was started; empty if it cannot be read."""
     with suppress(psutil.Error, OSError):
-        return process.environ()
+        return dict(process.environ())
     return {}
 
 
