@@ -2,6 +2,7 @@
 
 import argparse
 import shutil
+import sys
 from pathlib import Path
 
 import torch
@@ -9,7 +10,7 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from plain import load_data, make_model
-from stepladder import Loader
+from stepladder import Loader, StopSignals
 
 CHECKPOINT = Path("loader_accelerate")
 
@@ -33,7 +34,7 @@ def save(accelerator):
         new.replace(CHECKPOINT)
 
 
-def main(config):
+def main(config, stop):
     accelerator = Accelerator(cpu=not torch.cuda.is_available())
     set_seed(config.seed)
     model = make_model(config)
@@ -59,10 +60,15 @@ def main(config):
             accelerator.print(
                 f"step {loader.step}, loss {accelerator.reduce(loss.detach()).item():.7f}"
             )
-            if loader.step % 10 == 0:
+            is_stopping = stop.agreed()
+            if is_stopping or loader.step % 10 == 0:
                 save(accelerator)
+            if is_stopping:
+                accelerator.wait_for_everyone()  # Slurm may end all processes with the first
+                sys.exit(75)
     accelerator.end_training()
 
 
 if __name__ == "__main__":
-    main(flags())
+    with StopSignals() as stop:
+        main(flags(), stop)

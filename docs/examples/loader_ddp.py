@@ -1,13 +1,14 @@
 """torchrun --nproc-per-node 2 loader_ddp.py: ddp_before.py, which now resumes on any number of processes."""
 
 import argparse
+import sys
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from plain import load_data, make_model, num_correct
-from stepladder import Loader
+from stepladder import Loader, StopSignals
 from torch.nn.parallel import DistributedDataParallel
 
 CHECKPOINT = Path("loader_ddp.pt")
@@ -37,7 +38,7 @@ def load(model, optimizer, loader):
     loader.load_state_dict(state["loader"])
 
 
-def main(config):
+def main(config, stop):
     dist.init_process_group()
     model = DistributedDataParallel(make_model(config))
     optimizer = torch.optim.SGD(model.parameters(), lr=config.lr, momentum=0.9)
@@ -52,10 +53,14 @@ def main(config):
             (loss * dist.get_world_size()).backward()  # DistributedDataParallel averages
             optimizer.step()
             dist.all_reduce(mean := loss.detach())
+            is_stopping = stop.agreed()
             if dist.get_rank() == 0:
                 print(f"step {loader.step}, loss {mean.item():.7f}", flush=True)
-                if loader.step % 10 == 0:
+                if is_stopping or loader.step % 10 == 0:
                     save(model, optimizer, loader)
+            if is_stopping:
+                dist.barrier()  # until it is saved: Slurm may end all processes with the first
+                sys.exit(75)
     if dist.get_rank() == 0:
         with torch.no_grad():
             correct = num_correct(model.module, test_data[:])
@@ -65,4 +70,5 @@ def main(config):
 
 
 if __name__ == "__main__":
-    main(flags())
+    with StopSignals() as stop:
+        main(flags(), stop)

@@ -1,10 +1,22 @@
 """torchrun --nproc-per-node 2 loader_lightning.py --devices 2: lightning_before.py, resumable on any number."""
 
+import sys
+
 import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_before import Digits, flags
 from plain import load_data
-from stepladder import Loader
+from stepladder import Loader, StopSignals
+
+
+class StopWhenAsked(L.Callback):
+    def on_train_start(self, trainer, module):
+        self.stop = StopSignals().__enter__()  # in place of Lightning's own handler
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, index):
+        if self.stop.agreed():
+            trainer.save_checkpoint(trainer.checkpoint_callback.last_model_path)
+            sys.exit(75)
 
 
 class DigitsOfLoader(Digits):
@@ -24,7 +36,7 @@ def main(config):
         devices=config.devices,
         strategy="ddp",
         log_every_n_steps=1,
-        callbacks=[saves],
+        callbacks=[saves, StopWhenAsked()],
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from stepladder.data.shards.writer import write_shards
     from stepladder.data.source import Source
     from stepladder.launcher.function import RankFailed, launch
+    from stepladder.rank.preemption import StopSignals
     from stepladder.storage.snapshot import Snapshot
     from stepladder.storage.snapshot_store import Snapshots
     from stepladder.train.comm import Comm
@@ -51,6 +52,7 @@ _NAMES_OF_MODULE = {
     "data.shards.writer": ("write_shards",),
     "data.source": ("Source",),
     "launcher.function": ("RankFailed", "launch"),
+    "rank.preemption": ("StopSignals",),
     "storage.snapshot": ("Snapshot",),
     "storage.snapshot_store": ("Snapshots",),
     "train.comm": ("Comm",),
@@ -91,6 +93,7 @@ __all__ = [
     "Snapshot",
     "Snapshots",
     "Source",
+    "StopSignals",
     "TrainResult",
     "Trainer",
     "World",

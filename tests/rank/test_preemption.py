@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import signal
+import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,6 +13,8 @@ from pathlib import Path
 import pytest
 
 from processes import JOBS, SECONDS, audited, started, train
+from ranks import run_ranks
+from stepladder.core.errors import InputError
 from stepladder.rank import preemption
 from stepladder.rank.exit_record import END_FILE_VARIABLE
 from stepladder.rank.preemption import (
@@ -93,3 +96,48 @@ def test_a_stop_that_is_asked_for_twice_ends_no_rank_that_leaves(
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def count_steps_until_stop(comm: object, every: int) -> tuple[int, bool]:
+    """The second rank gets the signal in its third step, the first one never."""
+    with StopSignals(every) as stop:
+        for step in range(1, 20):
+            if step == 3 and comm.world.rank == 1:  # type: ignore[attr-defined]
+                signal.raise_signal(signal.SIGTERM)
+            if stop.agreed():
+                return step, stop.stop_requested
+    raise AssertionError
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("by_gloo", "every", "step"), [(True, 1, 3), (False, 4, 4)])
+def test_all_ranks_stop_in_the_same_step(by_gloo: bool, every: int, step: int) -> None:
+    values = run_ranks(count_steps_until_stop, 3, every, by_gloo=by_gloo)
+    assert values == [(step, False), (step, True), (step, False)]
+
+
+def test_a_process_without_a_group_decides_alone() -> None:
+    before = signal.getsignal(signal.SIGUSR1)
+    with StopSignals(every=2, signals=[signal.SIGUSR1]) as stop:
+        signal.raise_signal(signal.SIGUSR1)
+        assert [stop.agreed() for _ in range(4)] == [False, True, True, True]
+    assert signal.getsignal(signal.SIGUSR1) == before
+    with pytest.raises(InputError, match=r"every=0"):
+        StopSignals(every=0)
+
+
+def test_a_near_time_limit_stops_any_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(END_TIME_VARIABLE, str(int(time.time()) + 1))
+    assert StopSignals().agreed()
+
+
+def test_a_script_that_ends_is_not_ended_by_a_second_signal() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(SystemExit), StopSignals() as stop:
+            signal.raise_signal(signal.SIGTERM)
+            if stop.agreed():
+                sys.exit(75)
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import sys
 from dataclasses import replace
@@ -12,18 +13,28 @@ from pathlib import Path
 import pytest
 
 from processes import run
-from stepladder.rank.exit_record import END_FILE_VARIABLE, read_end, remove_end, write_end
+from stepladder.rank.exit_record import (
+    END_FILE_VARIABLE,
+    identify_start,
+    read_end,
+    remove_end,
+    write_end,
+)
 from stepladder.slurm.requeue import (
     REQUEUES_FILE,
+    RequeueMode,
+    RequeuePolicy,
     RequeueRecord,
     StartEnd,
     decide,
     find_end_reason,
     find_ends_by_slurm,
     find_lost_nodes,
+    handle_end,
 )
 from stepladder.slurm.submitted_jobs import read_job_records
 
+POLICY = RequeuePolicy(50)
 STOPPED = StartEnd(75, ranks_code=75, step=40, margin=120, seconds_left=3000)
 
 
@@ -93,33 +104,66 @@ STOPPED = StartEnd(75, ranks_code=75, step=40, margin=120, seconds_left=3000)
 )
 def test_reasons_are_told_apart(end: StartEnd, reason: str, requeue: bool) -> None:
     assert find_end_reason(end) == reason
-    decision = decide(end, [], 50)
+    decision = decide(end, [], POLICY)
     assert (decision.reason, decision.requeue) == (reason, requeue)
 
 
 def test_requeues_have_a_cap() -> None:
-    assert decide(replace(STOPPED, restart=49), [], 50).requeue
-    last = decide(replace(STOPPED, restart=50), [], 50)
+    assert decide(replace(STOPPED, restart=49), [], POLICY).requeue
+    last = decide(replace(STOPPED, restart=50), [], POLICY)
     assert not last.requeue and "requeued 50 times already, and not again" in last.text
 
 
 def test_two_restarts_without_a_step_are_enough() -> None:
-    assert decide(STOPPED, [40], 50).requeue
-    assert decide(STOPPED, [40, 40, 39], 50).requeue
-    stop = decide(STOPPED, [20, 40, 40], 50)
-    assert not stop.requeue and "no step was gained" in stop.text
-    assert decide(replace(STOPPED, step=None), [None, None, None], 50).requeue, (
+    assert decide(STOPPED, [40], POLICY).requeue
+    assert decide(STOPPED, [40, 40, 39], POLICY).requeue
+    stop = decide(STOPPED, [20, 40, 40], POLICY)
+    assert not stop.requeue and "nothing new was saved" in stop.text
+    assert decide(replace(STOPPED, step=None), [None, None, None], POLICY).requeue, (
         "a script of one's own has no steps"
     )
-    assert not decide(replace(STOPPED, step=0), [0, 0], 50).requeue
+    assert not decide(replace(STOPPED, step=0), [0, 0], POLICY).requeue
 
 
 def test_out_of_memory_at_the_same_step_again_is_enough() -> None:
     killed = StartEnd(137, step=40)
-    assert decide(killed, [20], 50).requeue
+    assert decide(killed, [20], POLICY).requeue
     for before, end in (([40], killed), ([], StartEnd(137, step=0)), ([], StartEnd(137))):
-        stop = decide(end, before, 50)
+        stop = decide(end, before, POLICY)
         assert not stop.requeue and "more --mem" in stop.text
+
+
+TERMINATED = StartEnd(1, ranks_code=143, preempted=True)
+RAISED = StartEnd(1, ranks_code=1)
+
+
+@pytest.mark.parametrize(
+    ("end", "before", "mode", "text"),
+    [
+        (TERMINATED, [], "preempted", "no file to resume from is known"),
+        (replace(TERMINATED, saves=0), [], "preempted", "no file to resume from is known"),
+        (replace(TERMINATED, saves=1), [], "preempted", "requeued (1 of at most 50)"),
+        (replace(TERMINATED, saves=1), [1], "preempted", "requeued (1 of at most 50)"),
+        (replace(TERMINATED, saves=1), [1, 1], "preempted", "nothing new was saved"),
+        (replace(TERMINATED, saves=1), [], "never", "because of --requeue never"),
+        (TERMINATED, [], "failed", "requeued (1 of at most 50)"),
+        (replace(STOPPED, step=None, saves=0), [0, 0], "preempted", "nothing new was saved"),
+        (STOPPED, [], "never", "because of --requeue never"),
+        (RAISED, [], "preempted", "not by the cluster's fault"),
+        (RAISED, [None] * 9, "failed", "failed with exit code 1: requeued (1 of at most 50)"),
+        (replace(RAISED, saves=2), [2, 2], "failed", "nothing new was saved"),
+        (replace(RAISED, restart=50), [], "failed", "requeued 50 times already"),
+        (replace(RAISED, ranks_code=2), [], "failed", "bad input"),
+        (replace(RAISED, ranks_code=0), [], "failed", "finished"),
+        (replace(RAISED, state="CANCELLED"), [], "failed", "cancelled"),
+    ],
+)
+def test_what_is_requeued_of_a_script(
+    end: StartEnd, before: list[int | None], mode: RequeueMode, text: str
+) -> None:
+    decision = decide(end, before, RequeuePolicy(50, mode))
+    assert text in decision.text
+    assert decision.requeue == ("requeued (1" in text)
 
 
 def test_a_node_is_lost_when_slurm_or_its_daemon_says_so() -> None:
@@ -237,6 +281,31 @@ def test_the_command_of_the_batch_script(tmp_path: Path) -> None:
         (0, "time limit"), (1, "bug"), (2, "bug"), (3, "finished"),
     ]  # fmt: skip
     assert read_job_records(job_dir / REQUEUES_FILE, "13", RequeueRecord) == []
+
+
+def test_a_file_that_a_start_has_written_lets_it_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its input is what Slurm 22.05 prints; the pattern is that of `submit --resume-from`."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SLURM_JOB_ID", "12")
+    started = datetime.now().replace(microsecond=0)
+    facts = f"JobState=RUNNING Reason=None\n   StartTime={started.isoformat()} EndTime=Unknown\n"
+    facts += "   PreemptTime=2026-01-01T00:00:00\n"
+    policy = RequeuePolicy(5, resume_from="out/**/*.pt")
+    (tmp_path / "out" / "a").mkdir(parents=True)
+    saved = tmp_path / "out" / "a" / "last.pt"
+    saved.touch()
+    decisions = []
+    for restart, seconds in enumerate((-10, 10, -10, -10)):
+        monkeypatch.setenv("SLURM_RESTART_COUNT", str(restart))
+        (tmp_path / "ended.json").write_text(json.dumps({"code": 143, **identify_start()}))
+        os.utime(saved, times=(started.timestamp() + seconds,) * 2)
+        decisions.append(handle_end(tmp_path, 1, 120, facts, policy).requeue)
+    assert decisions == [False, True, True, False]
+    records = read_job_records(tmp_path / REQUEUES_FILE, "12", RequeueRecord)
+    assert [record["saves"] for record in records] == [0, 1, 1, 1]
+    assert "StopSignals" in records[0]["text"] and "nothing new" in records[3]["text"]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,13 +18,20 @@ from stepladder.cli.types import AsJson, Count, Natural, SbatchArgs, Seconds, Wh
 from stepladder.core.console import echo, echo_json, make_log_printable
 from stepladder.core.errors import InputError
 from stepladder.core.masking import mask_command
+from stepladder.core.numbers import format_count
 from stepladder.core.output_file import validate_writable
 from stepladder.core.process_count import parse_range
 from stepladder.launcher.batch import jobs
 from stepladder.launcher.batch.cluster import Cluster, open_cluster
 from stepladder.rank.exit_record import write_end
-from stepladder.slurm import requeue
 from stepladder.slurm.batch_job import MAX_REQUEUES, BatchJob, make_batch_job, measure_margin
+from stepladder.slurm.requeue import (
+    FINAL_REASONS,
+    RequeueMode,
+    RequeuePolicy,
+    describe_history,
+    handle_end,
+)
 from stepladder.slurm.site_defaults import find_site_defaults
 from stepladder.slurm.submitted_jobs import JobInfo
 
@@ -59,6 +67,10 @@ class _SubmitFlags:
         join (JOB): Submit one node that replaces a node which JOB has lost. Type JOB's own command
             after it.
         max_requeues: How often to requeue the job.
+        requeue: After which ends to requeue it: never; preempted: what the cluster has caused, such
+            as a preemption, the time limit or a lost node; failed: a failure of the job too.
+        resume_from (PATTERN): Files from which SCRIPT resumes, such as 'ckpt/**/*.pt'. If it has
+            written one, the job is requeued even if SIGTERM has ended it.
     """
 
     nproc: str | None = None
@@ -78,6 +90,8 @@ class _SubmitFlags:
     per_rank: Annotated[bool, "--task-per-rank"] = False
     join: str | None = None
     max_requeues: Natural = MAX_REQUEUES
+    requeue: RequeueMode = "preempted"
+    resume_from: str | None = None
 
 
 @make_command(
@@ -216,13 +230,16 @@ def status(job: str | None = None, *, as_json: AsJson = False) -> None:
         _show_own_jobs(as_json)
         return
     known = jobs.find_job(open_cluster(), job)
-    history = known.as_json() | requeue.describe_history(known)
+    history = known.as_json() | describe_history(known)
     if as_json:
         echo_json(history)
         return
     echo(known.describe())
     for end in history["ends"]:
         echo(_format_end(end))
+    if requeues := Counter(end["reason"] for end in history["ends"] if end["requeued"]):
+        reasons = ", ".join(f"{reason} {count}" for reason, count in requeues.items())
+        echo(f"  requeued {format_count(requeues.total(), 'time')}: {reasons}")
     if history["step"] is not None:
         echo(f"  newest snapshot: step {history['step']}, in {known.job_dir}")
     if known.output:
@@ -250,6 +267,8 @@ def _format_end(end: dict[str, Any]) -> str:
     if end["step"] is not None:
         line += f" at step {end['step']}"
     line += f": {end['reason']}"
+    if end["text"] and not end["requeued"] and end["reason"] not in FINAL_REASONS:
+        line += f"; {end['text']}"
     if end["requeued"]:
         line += ", requeued" if end["code"] is not None else ", requeued by Slurm"
     return line
@@ -260,7 +279,7 @@ def _explain_failure(job: JobInfo, err: bool = False) -> None:
     from stepladder.tools.explain.explain import explain
 
     has_failed = job.state in ("FAILED", "")
-    ends = requeue.describe_history(job)["ends"]
+    ends = describe_history(job)["ends"]
     if has_failed and len(ends) <= job.restarts and Path(job.output).is_file():
         print_matches(explain(read_lines(job.output)), err)
 
@@ -326,13 +345,16 @@ def after(
     job_dir: Path,
     margin: Annotated[float, Seconds(0)] = 120,
     max_requeues: Natural,
+    mode: Annotated[RequeueMode, "--requeue"] = "preempted",
+    resume_from: str = "",
 ) -> int:
     """Decide what the end of a batch job's ranks means.
 
     Exit code 75: requeue the job; 0: it has finished; else CODE or 1. CODE is srun's exit code.
     stdin is the output of `scontrol show job` and `scontrol show node`.
     """
-    decision = requeue.handle_end(job_dir, code, margin, sys.stdin.read(), max_requeues)
+    policy = RequeuePolicy(max_requeues, mode, resume_from)
+    decision = handle_end(job_dir, code, margin, sys.stdin.read(), policy)
     echo(f"stepladder: {decision.text}", err=True)
     return decision.exit_code(code)
 

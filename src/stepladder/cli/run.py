@@ -77,7 +77,8 @@ class _RunFlags:
         master_port: [default: a free one; 29500 with --master-addr]
         role: Value of ROLE_NAME for the ranks.
         signals_to_handle: Signals on which the ranks are asked to end.
-        shutdown_timeout: Seconds that the ranks may take to end.
+        shutdown_timeout: Seconds that the ranks may take to end.  [default: 30; in a batch job, all
+            that remains of its time limit]
         virtual_local_rank: Give every rank LOCAL_RANK 0 and one visible GPU.
         timeout: Seconds that machines wait for each other.
         end_after: Seconds without progress after which the ranks are ended, or restarted.
@@ -111,7 +112,7 @@ class _RunFlags:
     master_port: Port | None = None
     role: str = "default"
     signals_to_handle: str = ",".join(DEFAULT_SIGNALS)
-    shutdown_timeout: Annotated[float, Seconds(0)] = 30
+    shutdown_timeout: Annotated[float, Seconds(0)] | None = None
     virtual_local_rank: bool = False
     timeout: Wait = 600
     explain_after: ExplainAfter = None

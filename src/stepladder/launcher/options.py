@@ -61,7 +61,7 @@ class Options:
         role: The value of ROLE_NAME.
         run_id: The name of the launch, where several meet at one endpoint.
         signals: Are forwarded to the ranks, and end the launch.
-        shutdown_timeout: Seconds that the ranks may take to end then.
+        shutdown_timeout: Seconds that the ranks may take to end then, None for those of a job.
         virtual_local_rank: Each rank sees one GPU, as its first.
         master_port: None for a free one.
         timeout: Seconds that a rank may stay stopped, and that nodes wait for each other.
@@ -81,7 +81,7 @@ class Options:
     role: str = "default"
     run_id: str = "none"
     signals: tuple[signal.Signals, ...] = tuple(signal.Signals[name] for name in DEFAULT_SIGNALS)
-    shutdown_timeout: float = 30.0
+    shutdown_timeout: float | None = None
     virtual_local_rank: bool = False
     master_port: int | None = None
     timeout: float = 600.0

@@ -15,7 +15,7 @@ from stepladder.core.errors import InputError
 from stepladder.core.numbers import MAX_PORT, read_env_number
 from stepladder.core.process_count import count_cores
 from stepladder.core.world import World
-from stepladder.launcher.local.group_spec import GroupSpec
+from stepladder.launcher.local.group_spec import GroupSpec, read_stop_timeout
 from stepladder.launcher.local.local_group import LocalGroup
 from stepladder.launcher.local.monitor import Limits
 from stepladder.launcher.local.outcome import Failure
@@ -59,7 +59,7 @@ def make_script_group(
         make_environment=lambda env: _torchrun_variables(options, env) | (variables or {}),
         output=Output(not alone, options.log_dir, options.is_shown),
         stop_signals=(*options.signals, *TRAINING_STOP_SIGNALS),
-        stop_timeout=lambda: options.shutdown_timeout,
+        stop_timeout=partial(read_stop_timeout, options.shutdown_timeout),
         report_failure=report_failure,
         is_script=True,
     )

@@ -1,6 +1,6 @@
 """What ends a rank's work early: a request to stop, or the failure that `--fail-at` causes.
 
-A signal only sets a flag; the trainer reads it at a step's end, and all ranks stop together.
+A signal only sets a flag; the loop reads it at a step's end, and all ranks stop together.
 """
 
 from __future__ import annotations
@@ -8,16 +8,19 @@ from __future__ import annotations
 import math
 import os
 import signal
+import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from stepladder.core.arguments import validate_arguments
 from stepladder.core.errors import InputError
 from stepladder.core.numbers import parse_whole_number
 from stepladder.rank.fd_store import has_fd_store
+from stepladder.rank.torch_fixes import find_collective_device
 
 TRAINING_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 # The batch job's end in seconds since 1970; not set without a time limit.
@@ -51,17 +54,31 @@ def drop_ignored_hangup(numbers: Iterable[int]) -> list[int]:
 
 
 class StopSignals:
-    """Handles SIGTERM, SIGHUP and Ctrl-C while it is open: the first one requests a stop.
+    """Stops a training loop at a step's end, on all ranks together, when the cluster asks for it.
 
-    A second Ctrl-C interrupts as usual.
+    The loop is in its `with` block. While that is open, the first SIGTERM, SIGHUP or Ctrl-C only
+    requests a stop; a second Ctrl-C interrupts as usual. Where `agreed()` is true after a step, the
+    script saves, and ends with sys.exit(75), after which `stepladder submit` requeues the job.
+
+    Args:
+        every: In how many calls of `agreed` the ranks exchange once whether to stop.
+        signals: The signals that request a stop; None for the three. SIGTERM is what Slurm sends
+            before a preemption, and, in a job of `stepladder submit`, before the time limit.
     """
 
-    def __init__(self) -> None:
+    @validate_arguments
+    def __init__(self, every: int = 1, signals: Sequence[int] | None = None) -> None:
+        if every < 1:
+            raise InputError(f"StopSignals(every={every}) never asks the ranks", "every=1, or more")
+        self.every = every
+        self.signals = signals or TRAINING_STOP_SIGNALS
         # Whether a signal has come.
         self.stop_requested = False
         # Whether one more step could pass the batch job's time limit.
         self.late = False
         self._is_interrupted = False
+        self._num_calls = 0
+        self._is_agreed = False
         self._earlier_handlers: dict[int, Any] = {}
         # In seconds of time.perf_counter().
         self._end_time = time.perf_counter() + get_seconds_left()
@@ -72,9 +89,26 @@ class StopSignals:
         if threading.current_thread() is threading.main_thread():
             self._earlier_handlers = {
                 number: signal.signal(number, self._on_signal)
-                for number in drop_ignored_hangup(TRAINING_STOP_SIGNALS)
+                for number in drop_ignored_hangup(self.signals)
             }
         return self
+
+    def agreed(self) -> bool:
+        """Tell whether all ranks stop now. Each rank calls it once per step, as a collective.
+
+        Ranks get a signal in different steps, or not at all; the answer is that of all of them
+        together, from one all-reduce of one number. A process without a process group decides
+        alone.
+
+        Returns:
+            True, on all ranks in the same call, if one of them was asked to stop, or if the steps
+            up to the next exchange could pass the batch job's time limit.
+        """
+        self._num_calls += 1
+        if not self._is_agreed and self._num_calls % self.every == 0:
+            self.is_late(time.perf_counter())
+            self._is_agreed = _is_true_on_any_rank(self.stop_requested or self.late)
+        return self._is_agreed
 
     def is_late(self, now: float) -> bool:
         """Tell whether one more step could pass the time limit.
@@ -102,14 +136,27 @@ class StopSignals:
             self._is_interrupted = True
         self.stop_requested = True
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         """Restore the handlers, or ignore the signals of a rank that stops.
 
         Its launcher forwards a signal that the batch system may have sent to the rank before.
         """
-        ignores_signals = self.stop_requested and has_fd_store()
+        is_ending = has_fd_store() or isinstance(error, SystemExit)
+        ignores_signals = (self.stop_requested or self._is_agreed) and is_ending
         for number, handler in self._earlier_handlers.items():
             signal.signal(number, signal.SIG_IGN if ignores_signals else handler)
+
+
+def _is_true_on_any_rank(value: bool) -> bool:
+    """Return whether the value is true on a rank of the process group, if there is one."""
+    dist: Any = sys.modules.get("torch.distributed")
+    if dist is None or not dist.is_available() or not dist.is_initialized():
+        return value
+    import torch
+
+    count = torch.tensor(float(value), device=find_collective_device())
+    dist.all_reduce(count)
+    return count.item() > 0
 
 
 def parse_fail_at(text: str) -> tuple[int, int]:

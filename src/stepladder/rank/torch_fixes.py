@@ -396,6 +396,13 @@ def get_host_backend() -> Any:
     return dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
 
 
+def find_collective_device() -> str:
+    """Return the type of device whose tensors the default group exchanges; the CPU if it can."""
+    import torch.distributed as dist
+
+    return dist.distributed_c10d._get_object_coll_device()
+
+
 def get_default_store() -> Any:
     """Return the store through which the ranks of the default process group have met."""
     import torch.distributed as dist

@@ -16,6 +16,7 @@ from stepladder.core.numbers import parse_whole_number
 from stepladder.core.process_count import parse_range
 from stepladder.rank.progress import STEP_KEYS
 from stepladder.rank.timing import get_timing_rows, is_timing_line
+from stepladder.slurm.requeue import RequeueMode
 from stepladder.slurm.site_defaults import SiteDefaults
 
 DEFAULT_MARGIN_S = 120
@@ -59,6 +60,8 @@ class BatchJob(SiteDefaults):
         sbatch_args: Further options of sbatch.
         margin: Seconds before the time limit at which Slurm sends SIGTERM to the ranks.
         max_requeues: How often the job is requeued at most.
+        requeue: After which ends it is: see `RequeuePolicy`, like the next one.
+        resume_from: A pattern of the files from which a script resumes.
         per_rank: Whether each rank is a task of Slurm, without agents.
         made_by: The command that has made this job.
         join: Number of the job whose lost node this job replaces.
@@ -77,6 +80,8 @@ class BatchJob(SiteDefaults):
     sbatch_args: tuple[str, ...] = ()
     margin: int = DEFAULT_MARGIN_S
     max_requeues: int = MAX_REQUEUES
+    requeue: RequeueMode = "preempted"
+    resume_from: str = ""
     per_rank: bool = False
     made_by: str = ""
     join: str | None = None
@@ -92,6 +97,11 @@ class BatchJob(SiteDefaults):
             _validate_sbatch_option(option)
         if self.per_rank:
             self._validate_per_rank()
+        if self.resume_from and self.command[0] == "train":
+            raise InputError(
+                f"--resume-from {self.resume_from!r} with `train`, which knows its snapshots",
+                "submit without --resume-from",
+            )
         if self.join is not None:
             self._validate_join(self.join)
 

@@ -121,7 +121,8 @@ def list_options(job: BatchJob) -> list[str]:
         "signal": f"TERM@{job.margin}",
     }
     texts = [f"--{name}={value}" for name, value in options.items() if value]
-    texts.append("--no-requeue" if job.join else "--requeue")
+    is_requeued = job.requeue != "never" and not job.join
+    texts.append("--requeue" if is_requeued else "--no-requeue")
     if is_range:
         texts.append("--no-kill")
     return [*texts, *job.sbatch_args]

@@ -14,9 +14,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
+from glob import iglob
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from stepladder.core.address import is_listening
 from stepladder.core.errors import (
@@ -40,7 +41,12 @@ SIGNAL_EARLY_S = 60  # Slurm may send its signal that much too early
 SIGKILL_CODES = (KILLED, 9)  # as a shell and as srun report it
 SIGTERM_CODES = (TERMINATED, 15)
 MAX_STARTS_WITHOUT_PROGRESS = 2
+SAVE_HINT = (
+    "a script that saves, and then ends with exit code 75 (stepladder.StopSignals); or submit"
+    " --resume-from 'PATTERN' of its files"
+)
 START_LINE_PREFIX = "stepladder: start "  # then the number, from 1: a line of the batch script
+RequeueMode = Literal["never", "preempted", "failed"]
 ENDED_BY_SLURM = re.compile(r"\S+ error: \*\*\* JOB \d+ ON \S+ CANCELLED AT \S+ DUE TO ([A-Z ]+)")
 
 
@@ -55,6 +61,8 @@ class RequeueRecord:
     code: int | None
     lost: list[str]
     time: float | None
+    saves: int | None = None
+    text: str = ""
 
     def __post_init__(self) -> None:
         if self.restart < 0 or not is_unix_time(self.time or 0.0):
@@ -80,6 +88,21 @@ FINAL_REASONS = (_EndReason.FINISHED, _EndReason.CANCELLED, _EndReason.BAD_INPUT
 
 
 @dataclass(frozen=True)
+class RequeuePolicy:
+    """Which ends of a start are followed by another start.
+
+    Args:
+        max_requeues: How often the job is requeued at most.
+        mode: "never"; "preempted": after what the cluster caused; "failed": after a failure too.
+        resume_from: A pattern of the files from which a script resumes, "" if it is not known.
+    """
+
+    max_requeues: int
+    mode: RequeueMode = "preempted"
+    resume_from: str = ""
+
+
+@dataclass(frozen=True)
 class StartEnd:
     """What is known of the end of one start of the job.
 
@@ -89,6 +112,8 @@ class StartEnd:
             None if they have not.
         restart: How often Slurm has restarted the job.
         step: Step of the newest snapshot, None if the job is no training.
+        saves: For a script whose files are known: how many of its starts, up to this one, have
+            written one.
         state: The job's state in Slurm.
         seconds_left: Seconds to the time limit at the end, None if unknown.
         margin: Seconds before the time limit at which Slurm sends its signal.
@@ -100,11 +125,27 @@ class StartEnd:
     ranks_code: int | None = None
     restart: int = 0
     step: int | None = None
+    saves: int | None = None
     state: str = "RUNNING"
     seconds_left: float | None = None
     margin: float = 0.0
     preempted: bool = False
     lost_nodes: tuple[str, ...] = ()
+
+    @property
+    def progress(self) -> int | None:
+        """A number that grows with each start which has saved something, None if unknown."""
+        return self.saves if self.step is None else self.step
+
+    @property
+    def at_step(self) -> str:
+        """Where the training was, for a sentence."""
+        return "" if self.step is None else f" at step {self.step}"
+
+    @property
+    def was_terminated(self) -> bool:
+        """Whether SIGTERM has ended ranks, which did not say that they can go on."""
+        return self.ranks_code == TERMINATED
 
 
 @dataclass(frozen=True)
@@ -176,68 +217,87 @@ def _find_stop_reason(end: StartEnd) -> _EndReason:
     return _EndReason.SIGNAL
 
 
-def decide(end: StartEnd, steps_before: Sequence[int | None], max_requeues: int) -> _Decision:
+def decide(
+    end: StartEnd, progress_before: Sequence[int | None], policy: RequeuePolicy
+) -> _Decision:
     """Decide whether the job continues.
 
     Args:
         end: How this start has ended.
-        steps_before: Step of the newest snapshot after each earlier start of the job.
-        max_requeues: How often the job is requeued at most.
+        progress_before: The progress after each earlier start of the job.
+        policy: Which ends are followed by another start.
 
     Returns:
         The decision.
     """
     reason = find_end_reason(end)
-    at_step = f" at step {end.step}" if end.step is not None else ""
-    if reason in FINAL_REASONS:
-        return _Decision(reason, False, _describe_final(reason, end, at_step))
-    if end.ranks_code == TERMINATED and reason is not _EndReason.NODE_FAILURE:
-        hint = "a script that saves, and then ends with exit code 75, goes on"
-        return _Decision(reason, False, f"ended by SIGTERM ({reason}): not requeued. HINT: {hint}")
-    descriptions = {
-        _EndReason.NODE_FAILURE: f"lost {', '.join(end.lost_nodes)}{at_step}",
-        _EndReason.OUT_OF_MEMORY: f"killed{at_step}, often: out of memory",
-        _EndReason.STORAGE: f"a file of the run directory could not be used{at_step}, see above",
-    }
-    description = descriptions.get(reason, f"stopped{at_step} ({reason})")
-    if end.restart >= max_requeues:
-        text = (
-            f"{description}: requeued {max_requeues} times already, and not again."
-            " HINT: submit --max-requeues"
-        )
-        return _Decision(reason, False, text)
-    max_starts = MAX_STARTS_WITHOUT_PROGRESS
-    hint = "a longer --time, or --snapshot-every"
-    if reason is _EndReason.OUT_OF_MEMORY:
-        max_starts = 1
-        hint = "more --mem"
-    if _count_without_progress(end, steps_before, reason) >= max_starts:
-        text = f"{description}: not requeued, because no step was gained. HINT: {hint}"
-        return _Decision(reason, False, text)
-    text = f"{description}: requeued ({end.restart + 1} of at most {max_requeues})"
-    return _Decision(reason, True, text)
+    is_final = reason in FINAL_REASONS
+    if reason is _EndReason.BUG and policy.mode == "failed":
+        is_final = False
+    if is_final:
+        return _Decision(reason, False, _describe_final(reason, end))
+    refusal = _find_refusal(end, reason, progress_before, policy)
+    outcome = refusal or f"requeued ({end.restart + 1} of at most {policy.max_requeues})"
+    return _Decision(reason, refusal is None, f"{_describe(reason, end)}: {outcome}")
 
 
-def _describe_final(reason: _EndReason, end: StartEnd, at_step: str) -> str:
+def _describe_final(reason: _EndReason, end: StartEnd) -> str:
     texts = {
         _EndReason.FINISHED: "finished",
-        _EndReason.CANCELLED: f"cancelled{at_step}: not requeued",
+        _EndReason.CANCELLED: f"cancelled{end.at_step}: not requeued",
         _EndReason.BAD_INPUT: "bad input, see above: not requeued",
-        _EndReason.BUG: f"failed{at_step} with exit code {end.code}, and not by the cluster's"
+        _EndReason.BUG: f"failed{end.at_step} with exit code {end.code}, and not by the cluster's"
         " fault, see above: not requeued",
     }
     return texts[reason]
 
 
+def _describe(reason: _EndReason, end: StartEnd) -> str:
+    """Return what has happened to a job that may go on."""
+    how = "ended by SIGTERM" if end.was_terminated else f"stopped{end.at_step}"
+    texts = {
+        _EndReason.BUG: f"failed{end.at_step} with exit code {end.code}",
+        _EndReason.NODE_FAILURE: f"lost {', '.join(end.lost_nodes)}{end.at_step}",
+        _EndReason.OUT_OF_MEMORY: f"killed{end.at_step}, often: out of memory",
+        _EndReason.STORAGE: "a file of the run directory could not be used"
+        f"{end.at_step}, see above",
+    }
+    return texts.get(reason, f"{how} ({reason})")
+
+
+def _find_refusal(
+    end: StartEnd, reason: _EndReason, progress_before: Sequence[int | None], policy: RequeuePolicy
+) -> str | None:
+    """Return why a job whose end is not final is not requeued all the same, None if it is."""
+    if policy.mode == "never":
+        return "not requeued, because of --requeue never"
+    can_resume = end.progress or policy.mode == "failed" or reason is _EndReason.NODE_FAILURE
+    if end.was_terminated and not can_resume:
+        return f"not requeued, since no file to resume from is known. HINT: {SAVE_HINT}"
+    if end.restart >= policy.max_requeues:
+        return (
+            f"requeued {policy.max_requeues} times already, and not again."
+            " HINT: submit --max-requeues"
+        )
+    max_starts = MAX_STARTS_WITHOUT_PROGRESS
+    hint = "a longer --time, or --snapshot-every"
+    if reason is _EndReason.OUT_OF_MEMORY:
+        max_starts = 1
+        hint = "more --mem"
+    if _count_without_progress(end, progress_before, reason) >= max_starts:
+        return f"not requeued, because nothing new was saved. HINT: {hint}"
+    return None
+
+
 def _count_without_progress(
-    end: StartEnd, steps_before: Sequence[int | None], reason: _EndReason
+    end: StartEnd, progress_before: Sequence[int | None], reason: _EndReason
 ) -> int:
     """Return how many starts in a row, this one last, have not got beyond the start before them."""
-    if reason is _EndReason.OUT_OF_MEMORY and not end.step:
+    if reason is _EndReason.OUT_OF_MEMORY and not end.progress:
         return 1
-    if end.step is None:
+    if end.progress is None:
         return 0
-    return len(list(takewhile(lambda step: step == end.step, reversed(steps_before))))
+    return len(list(takewhile(lambda count: count == end.progress, reversed(progress_before))))
 
 
 # -- what Slurm and the run directory show ---------------------------------------------------------
@@ -254,13 +314,36 @@ def _find_newest_step(job_dir: Path) -> int | None:
     return max(steps)
 
 
-def _parse_seconds_left(text: str) -> float | None:
-    """Return the seconds to the job's time limit, None if `scontrol show job` does not name it."""
+def _count_saves(pattern: str, text: str, before: Sequence[int | None]) -> int | None:
+    """Return how many starts of a script, up to this one, have written a file of the pattern.
+
+    Args:
+        pattern: As glob has it, with ** for folders below; "" if the files are not known.
+        text: What `scontrol show job` has printed.
+        before: The count after each earlier start.
+
+    Returns:
+        The count, None if the files are not known.
+    """
+    if not pattern:
+        return None
+    count = before[-1] or 0 if before else 0
+    start = _parse_time(text, "StartTime")
+    if start is None:
+        return count
+    has_saved = False
+    for path in iglob(pattern, recursive=True):  # noqa: PTH207 - it takes any text as a pattern
+        with suppress(OSError):  # a script may remove old files meanwhile
+            has_saved |= Path(path).stat().st_mtime >= start.timestamp()
+    return count + has_saved
+
+
+def _parse_time(text: str, field: str) -> datetime | None:
+    """Return a time that `scontrol show job` names, None if it does not."""
     try:
-        end = datetime.fromisoformat(parse_field(text, "EndTime"))
+        return datetime.fromisoformat(parse_field(text, field))
     except ValueError:
         return None
-    return (end - datetime.now()).total_seconds()
 
 
 def find_lost_nodes(text: str) -> tuple[str, ...]:
@@ -335,14 +418,18 @@ def _list_ends(job: JobInfo, folder: Path) -> list[dict[str, Any]]:
                 "reason": reasons.get(number, "node failure, or requeue"),
                 "requeued": True,
                 "step": None,
+                "saves": None,
                 "code": None,
                 "lost": [],
                 "time": None,
+                "text": "",
             }
     return [ends[number] for number in sorted(ends)]
 
 
-def handle_end(job_dir: Path, code: int, margin: float, text: str, max_requeues: int) -> _Decision:
+def handle_end(
+    job_dir: Path, code: int, margin: float, text: str, policy: RequeuePolicy
+) -> _Decision:
     """Decide whether a job is requeued, and add a record of its end.
 
     Args:
@@ -350,34 +437,39 @@ def handle_end(job_dir: Path, code: int, margin: float, text: str, max_requeues:
         code: srun's exit code.
         margin: Seconds before the time limit at which Slurm sends its signal.
         text: What `scontrol show job` and `scontrol show node` have printed.
-        max_requeues: How often the job is requeued at most.
+        policy: Which ends are followed by another start.
 
     Returns:
         The decision.
     """
     start = identify_start()
     recorded = read_end() or read_end(job_dir / END_FILE_NAME) or {}
+    earlier = read_job_records(job_dir / REQUEUES_FILE, start["job"], RequeueRecord)
+    end_time = _parse_time(text, "EndTime")
     end = StartEnd(
         code,
         ranks_code=recorded.get("code"),
         restart=start["restart"],
         step=_find_newest_step(job_dir),
+        saves=_count_saves(policy.resume_from, text, [record["saves"] for record in earlier]),
         state=parse_field(text, "JobState") or "RUNNING",
-        seconds_left=_parse_seconds_left(text),
+        seconds_left=(end_time - datetime.now()).total_seconds() if end_time else None,
         margin=margin,
         preempted=bool(parse_field(text, "PreemptTime")),
         lost_nodes=find_lost_nodes(text),
     )
-    earlier = read_job_records(job_dir / REQUEUES_FILE, start["job"], RequeueRecord)
-    decision = decide(end, [record["step"] for record in earlier], max_requeues)
+    progress = "saves" if end.step is None else "step"
+    decision = decide(end, [record[progress] for record in earlier], policy)
     record: dict[str, Any] = {
         **start,
         "reason": decision.reason,
         "requeued": decision.requeue,
         "step": end.step,
+        "saves": end.saves,
         "code": end.code,
         "lost": end.lost_nodes,
         "time": round(time.time(), 1),
+        "text": decision.text,
     }
     add_record(job_dir / REQUEUES_FILE, record)
     return decision

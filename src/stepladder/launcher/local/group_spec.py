@@ -10,14 +10,16 @@ from stepladder.launcher.local.outcome import Failure
 from stepladder.launcher.local.output import Output
 from stepladder.rank.preemption import TIME_LIMIT_MARGIN_S, TRAINING_STOP_SIGNALS, get_seconds_left
 
-DEFAULT_STOP_TIMEOUT_S = 30.0  # for a job, where no time limit is near
+DEFAULT_STOP_TIMEOUT_S = 30.0  # where no time limit is near
 
 
-def _read_stop_timeout() -> float:
-    """Return the seconds that a job may take to stop.
+def read_stop_timeout(typed_s: float | None = None) -> float:
+    """Return the seconds that ranks may take to stop: those that the user has typed, if any.
 
     A batch job may use all that remains of its time limit, since a step may be long.
     """
+    if typed_s is not None:
+        return typed_s
     remaining_s = get_seconds_left() - TIME_LIMIT_MARGIN_S
     if not math.isfinite(remaining_s):
         return DEFAULT_STOP_TIMEOUT_S
@@ -49,7 +51,7 @@ class GroupSpec:
     make_environment: Callable[[dict[str, str]], dict[str, str]] = dict
     output: Output = field(default_factory=Output)
     stop_signals: tuple[int, ...] = TRAINING_STOP_SIGNALS
-    stop_timeout: Callable[[], float] = _read_stop_timeout
+    stop_timeout: Callable[[], float] = read_stop_timeout
     is_script: bool = False
     recovers_in_place: bool = False
     accepts_joining_nodes: bool = False
