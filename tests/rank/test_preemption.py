@@ -15,6 +15,7 @@ import pytest
 from processes import JOBS, SECONDS, audited, started, train
 from ranks import run_ranks
 from stepladder.core.errors import InputError
+from stepladder.launcher.local.group_spec import read_stop_timeout
 from stepladder.rank import preemption
 from stepladder.rank.exit_record import END_FILE_VARIABLE
 from stepladder.rank.preemption import (
@@ -141,3 +142,12 @@ def test_a_script_that_ends_is_not_ended_by_a_second_signal() -> None:
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def test_a_script_has_what_remains_of_the_time_limit_to_stop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert read_stop_timeout() == 30
+    monkeypatch.setenv(END_TIME_VARIABLE, str(int(time.time()) + 1000))
+    assert 900 < read_stop_timeout() <= 1000 - TIME_LIMIT_MARGIN_S
+    assert read_stop_timeout(5) == 5
