@@ -163,9 +163,13 @@ def describe_layers() -> str:
 def test_the_top_holds_the_packages_and_nothing_else() -> None:
     packages = {package for packages in LAYERS.values() for package in packages}
     entries = {path.name for path in ROOT.iterdir() if path.name != "__pycache__"}
-    assert entries == packages | {"__init__.py", "__main__.py", "py.typed", "testing.py"}, (
-        f"the layers:\n{describe_layers()}"
-    )
+    assert entries == packages | {
+        "__init__.py",
+        "__main__.py",
+        "py.typed",
+        "pytest_plugin.py",
+        "testing.py",
+    }, f"the layers:\n{describe_layers()}"
     assert len(packages) <= MAX_PACKAGES
 
 

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from stepladder.core.errors import InputError
 from stepladder.core.order import IndexArray
 from stepladder.data.source import Source, is_source, make_chunks
 from stepladder.data.table import Ragged
+
+if TYPE_CHECKING:
+    from stepladder.train.comm import Comm
 
 MAX_SAMPLES = 64  # that are compared
 READ_AGAIN = {
@@ -49,6 +55,78 @@ def check_source(source: Source) -> None:
     for name, rows in READ_AGAIN.items():
         _expect_rows(read(source, indices[rows]), first_values, rows, f"the batch read {name}")
     _expect_rows(batch, first_values, slice(None), "a batch, after others were read,")
+
+
+def assert_same_on_ranks(tensor: Tensor) -> None:
+    """Assert that a tensor is the same on all ranks, bit for bit. A collective.
+
+    Args:
+        tensor: This rank's.
+
+    Raises:
+        AssertionError: It differs, on all ranks alike; the message names the ranks that differ from
+            rank 0, and the first value.
+    """
+    tensors: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(tensors, tensor.detach().cpu())
+    differences = {
+        rank: difference
+        for rank, other in enumerate(tensors)
+        if (difference := _describe_difference(other, tensors[0]))
+    }
+    if differences:
+        texts = [f"rank {rank} differs from rank 0: {text}" for rank, text in differences.items()]
+        raise AssertionError("; ".join(texts))
+
+
+def _describe_difference(tensor: Tensor, expected: Tensor) -> str:
+    """Return in what a tensor differs from another one, "" if it does not."""
+    for name in ("shape", "dtype"):
+        value = getattr(tensor, name)
+        expected_value = getattr(expected, name)
+        if value != expected_value:
+            return f"{name} {value}, not {expected_value}"
+    differs = (tensor != expected) & ~(tensor.isnan() & expected.isnan())
+    places = differs.nonzero().tolist()
+    if not places:
+        return ""
+    first = tuple(places[0])
+    return (
+        f"{len(places)} of {tensor.numel()} values, the first at {list(first)}:"
+        f" {tensor[first].item()}, not {expected[first].item()}"
+    )
+
+
+def assert_parity(function: Callable[[Comm], Any], ranks: int = 2, rtol: float = 1e-5) -> None:
+    """Assert that a function returns on each of several ranks what it returns on one process.
+
+    The processes are new ones, which takes some seconds.
+
+    Args:
+        function: It is called with the collectives of its ranks, and returns a tensor, a number, or
+            a list or dict of them.
+        ranks: The number of processes that are compared with one.
+        rtol: The relative difference that rounding may make.
+
+    Raises:
+        AssertionError: A rank returns something else.
+    """
+    from stepladder.launcher.function import launch
+
+    [expected] = launch(_call_with_comm, function, nproc=1)
+    for rank, value in enumerate(launch(_call_with_comm, function, nproc=ranks)):
+        try:
+            torch.testing.assert_close(value, expected, rtol=rtol, atol=rtol)
+        except AssertionError as error:
+            text = " ".join(str(error).split())
+            raise AssertionError(f"rank {rank} of {ranks} and one process differ: {text}") from None
+
+
+def _call_with_comm(function: Callable[[Comm], Any]) -> Any:
+    from stepladder.train.process_group import process_group
+
+    with process_group(device=torch.device("cpu")) as comm:
+        return function(comm)
 
 
 def _choose_samples(num_samples: int, edges: IndexArray | None) -> IndexArray:

@@ -12,6 +12,7 @@ import shutil
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -151,15 +152,25 @@ class Script:
         sys.path[:replaced_entries] = [str(folder)]
         sys.argv = [self.name, *self.args]
         refuse_separate_training("stepladder run --independent")
-        keep_stores_of_groups()
-        name_groups_in_stacks()
-        report_unsent_batches()
-        if os.environ.get(EXCHANGE_VARIABLE) == MEMORY_EXCHANGE:
-            make_groups_by(load_shared_memory_group)
+        prepare_groups(load_shared_memory_group)
         if self.kind == "module":
             runpy.run_module(self.name, run_name="__main__", alter_sys=True)
         else:
             runpy.run_path(self.name, run_name="__main__")
+
+
+def prepare_groups(load_function: Callable[[], Callable[..., Any]]) -> None:
+    """Make torch's groups and data loaders of this process tell what they wait for.
+
+    Args:
+        load_function: Returns what makes a group that exchanges by memory, where the launcher has
+            asked for it.
+    """
+    keep_stores_of_groups()
+    name_groups_in_stacks()
+    report_unsent_batches()
+    if os.environ.get(EXCHANGE_VARIABLE) == MEMORY_EXCHANGE:
+        make_groups_by(load_function)
 
 
 def _validate_runnable(path: Path, name: str) -> None:

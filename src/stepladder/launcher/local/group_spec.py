@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Literal
 
 from stepladder.launcher.local.outcome import Failure
 from stepladder.launcher.local.output import Output
@@ -42,6 +43,7 @@ class GroupSpec:
         stop_signals: The signals that ask the group to stop.
         stop_timeout: Returns the seconds that ranks may take to stop.
         is_script: Whether the ranks run a script, not a job.
+        start_method: That of multiprocessing; ranks are forked from this process itself by "fork".
         recovers_in_place: Whether the other ranks continue when one is lost.
         accepts_joining_nodes: Whether ranks of a new node join a group that trains.
         report_failure: What is called with each failure; None prints it.
@@ -53,6 +55,7 @@ class GroupSpec:
     stop_signals: tuple[int, ...] = TRAINING_STOP_SIGNALS
     stop_timeout: Callable[[], float] = read_stop_timeout
     is_script: bool = False
+    start_method: Literal["forkserver", "fork"] = "forkserver"
     recovers_in_place: bool = False
     accepts_joining_nodes: bool = False
     report_failure: Callable[[Failure], None] | None = None

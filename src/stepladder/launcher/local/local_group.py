@@ -57,7 +57,7 @@ class LocalGroup:
         # The fork server takes its environment from here. A rank cannot set this variable before
         # torch is imported.
         os.environ.setdefault("OMP_NUM_THREADS", str(threads))
-        process_context = multiprocessing.get_context("forkserver")
+        process_context = multiprocessing.get_context(self.spec.start_method)
         process_context.set_forkserver_preload([FORK_SERVER_MODULE, *self.spec.preload_modules])
         # Keeps the lock of the run directory while no rank has it.
         self._fd_store = make_fd_store()

@@ -7,7 +7,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from multiprocessing.context import ForkServerContext
+from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any
 
@@ -31,18 +31,14 @@ class RankStarter:
     """Starts the ranks of one group.
 
     Args:
-        context: The context of multiprocessing that has the fork server.
+        context: The context of multiprocessing that starts the processes.
         work: What each rank does. It returns the rank's exit code.
         spec: What the ranks are.
         fd_store: Keeps open files of the ranks beyond their end.
     """
 
     def __init__(
-        self,
-        context: ForkServerContext,
-        work: Callable[[], Any],
-        spec: GroupSpec,
-        fd_store: FdStore,
+        self, context: BaseContext, work: Callable[[], Any], spec: GroupSpec, fd_store: FdStore
     ) -> None:
         self._context = context
         self._work = work
@@ -75,12 +71,15 @@ class RankStarter:
         rank_channel = channel if self._spec.recovers_in_place else None
         shared = SharedResources(self._fd_store, rank_channel)
         with self._spec.output.open_pipes(log_name, rank, local_rank) as pipes:
-            process = self._context.Process(
+            process = self._context.Process(  # type: ignore[attr-defined]
                 target=run_rank, args=(self._work, env, errors, pipes, shared, self._spec.is_script)
             )
-            continue_fork_server()
             oom_kills = count_oom_kills()
-            _start_process(process)
+            if self._spec.start_method == "fork":
+                process.start()
+            else:
+                continue_fork_server()
+                _start_process(process)
         return RankProcess(rank, local_rank, process, errors, oom_kills)
 
     def guard_session(self, member: RankProcess) -> None:

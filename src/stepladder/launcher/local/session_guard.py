@@ -12,8 +12,8 @@ import os
 import signal
 from collections.abc import Collection
 from contextlib import suppress
-from multiprocessing.connection import Connection
-from multiprocessing.context import ForkServerContext
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import BaseContext
 from pathlib import Path
 
 GUARD_DONE = b"done"
@@ -24,9 +24,11 @@ GUARD_EXIT_TIMEOUT_S = 5.0
 class SessionGuard:
     """The launcher's side of the guard. It starts the guard, which is forked as the ranks are."""
 
-    def __init__(self, context: ForkServerContext) -> None:
+    def __init__(self, context: BaseContext) -> None:
         guard_end, self._pipe = context.Pipe(duplex=False)
-        self._process = context.Process(target=_guard_sessions, args=(guard_end,))
+        self._process = context.Process(  # type: ignore[attr-defined]
+            target=_guard_sessions, args=(guard_end, os.getpid())
+        )
         self._process.start()
         guard_end.close()
 
@@ -43,16 +45,19 @@ class SessionGuard:
         self._process.join(GUARD_EXIT_TIMEOUT_S)
 
 
-def _guard_sessions(pipe: Connection) -> None:
+def _guard_sessions(pipe: Connection, launcher: int) -> None:
     """Wait until the launcher closes the guard or ends. Never returns."""
     os.setsid()  # a signal to the launcher's process group is not meant for this process
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     start_times: dict[int, str] = {}  # of the session leaders
     with suppress(EOFError, OSError):
-        while (message := pipe.recv_bytes()) != GUARD_DONE:
+        # Where ranks are forked from the launcher, they hold the other end of the pipe too.
+        end_of_launcher = os.pidfd_open(launcher)
+        while pipe in wait([pipe, end_of_launcher]):
+            if (message := pipe.recv_bytes()) == GUARD_DONE:
+                os._exit(0)
             pid = int(message)
             start_times[pid] = _read_start_time(pid)
-        os._exit(0)
     for _ in range(KILL_ROUNDS):
         _kill_sessions(start_times)
     os._exit(0)

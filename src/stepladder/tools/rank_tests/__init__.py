@@ -1,0 +1,1 @@
+"""Tests on several processes, for `pytest_plugin.py`."""
