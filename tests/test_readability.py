@@ -41,6 +41,7 @@ SET_FROM_OUTSIDE = {
     "bucket.filled": "in each step: a method call would cost",
     "bucket.leaf_observer": "in each step: a method call would cost",
     "bucket.pending": "in each step: a method call would cost",
+    "capture._global_capturing": "pytest's capture, which a fork does not share",
     "comm.members": "the group's members, known once ranks have agreed",
     "self.comm.phases.observer": "a tool that measures a job's phases",
     "config.data_dir": "a job's own Config",
@@ -52,6 +53,7 @@ SET_FROM_OUTSIDE = {
     "dynamo_config.fail_on_recompile_limit_hit": "a switch of torch",
     "end.code": "the exit code that EndWriter writes when its block ends",
     "failure.__cause__": "the chain of a copied exception",
+    "item.session.shouldstop": "pytest's way to end a session",
     "job.optimizer.state": "torch's optimizer, whose state is put back after a trial step",
     "killer.daemon": "threading.Timer takes no such argument",
     "layer.momentum": "of a batch norm of the user's model",
@@ -64,6 +66,7 @@ SET_FROM_OUTSIDE = {
     "phases.column": "in each step: a method call would cost",
     "rendezvous.TCPStore": "a patch of torch",
     "rendezvous._create_c10d_store": "a patch of torch",
+    "report.longrepr": "a report of pytest's, which gets a first line",
     "self._optimizer._opt_called": "torch's scheduler looks for it",
     "self.optimizer.state": "torch's optimizer, whose state is exchanged for a step",
     "server._forkserver_address": "multiprocessing has no public name for it",
@@ -222,6 +225,7 @@ WITH_RULES = (
     "src/stepladder/tools/parity/",
     "src/stepladder/tools/findings/",
     "src/stepladder/cli/__init__.py",
+    "src/stepladder/pytest_plugin.py",  # pytest calls its hooks
     "src/stepladder/cli/check.py",
     "src/stepladder/cli/suggest.py",
 )

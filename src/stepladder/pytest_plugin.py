@@ -7,7 +7,7 @@ it: `tools/rank_tests` does the work.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -92,6 +92,5 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     """End the process that the ranks were forked from."""
-    server: Any = config.stash.get(SERVER, None)
-    if server is not None:
-        server.close()
+    if SERVER in config.stash:
+        config.stash[SERVER].close()

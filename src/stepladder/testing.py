@@ -81,11 +81,10 @@ def assert_same_on_ranks(tensor: Tensor) -> None:
 
 def _describe_difference(tensor: Tensor, expected: Tensor) -> str:
     """Return in what a tensor differs from another one, "" if it does not."""
-    for name in ("shape", "dtype"):
-        value = getattr(tensor, name)
-        expected_value = getattr(expected, name)
-        if value != expected_value:
-            return f"{name} {value}, not {expected_value}"
+    form = f"{tensor.dtype}, {list(tensor.shape)}"
+    expected_form = f"{expected.dtype}, {list(expected.shape)}"
+    if form != expected_form:
+        return f"{form}, not {expected_form}"
     differs = (tensor != expected) & ~(tensor.isnan() & expected.isnan())
     places = differs.nonzero().tolist()
     if not places:

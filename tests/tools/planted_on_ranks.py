@@ -87,7 +87,7 @@ def test_exits() -> None:
 
 @pytest.mark.ranks(2)
 def test_calls_exit() -> None:
-    """rank 1 of 2 failed: SystemExit: 3; rank 0 (was|failed: RuntimeError: rank 1 has gone)"""
+    """rank 1 ended with exit code 3"""
     if dist.get_rank() == 1:
         sys.exit(3)
     add()

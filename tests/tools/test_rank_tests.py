@@ -11,6 +11,7 @@ import planted_on_ranks
 import pytest
 import torch
 
+from pages import REPOSITORY
 from processes import run
 from stepladder.testing import assert_parity
 
@@ -94,6 +95,10 @@ def test_a_marked_test_runs_once_on_so_many_processes(tmp_path: Path) -> None:
     shown = run_pytest(tmp_path, "-q")
     assert "4 passed, 1 skipped, 1 xfailed, 1 error" in shown, shown
     assert "the fixture comm needs @pytest.mark.ranks(2)" in shown
+    page = (REPOSITORY / "docs" / "rank-tests.md").read_text()
+    (tmp_path / "test_good.py").write_text(page.partition("```python\n")[2].partition("```")[0])
+    assert "2 passed" in run_pytest(tmp_path, "-q")
+    (tmp_path / "test_good.py").write_text(GOOD)
     assert "2 passed, 5 deselected" in run_pytest(tmp_path, "-q", "-k", "3-ranks or before")
 
 

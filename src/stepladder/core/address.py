@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import random
 import re
 import secrets
 import socket
@@ -92,8 +93,9 @@ def find_free_port() -> int:
 
 def find_free_ports(count: int) -> tuple[int, ...]:
     """Return several free TCP ports."""
-    # SystemRandom: a seed that the user has set would choose the same ports in two launches.
-    candidates = secrets.SystemRandom().sample(FREE_PORT_RANGE, FREE_PORT_CANDIDATES)
+    # A seed that the user has set would choose the same ports in two launches.
+    generator = random.Random(secrets.randbits(64))
+    candidates = generator.sample(FREE_PORT_RANGE, FREE_PORT_CANDIDATES)
     free_ports = (port for port in candidates if can_bind("", port))
     return tuple(itertools.islice(free_ports, count))
 

@@ -6,7 +6,6 @@ import itertools
 import pickle
 import tempfile
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,7 @@ from stepladder.launcher.diagnose.rank_status import ProcessState
 from stepladder.launcher.local.group_spec import GroupSpec
 from stepladder.launcher.local.local_group import LocalGroup
 from stepladder.launcher.local.monitor import Limits
-from stepladder.launcher.local.outcome import BadInput, Exited, Raised, Success
+from stepladder.launcher.local.outcome import BadInput, Raised, Success
 from stepladder.rank.open_file import MemoryFile
 from stepladder.rank.shared_segment import EXCHANGE_VARIABLE
 from stepladder.tools.rank_tests.rank_test import RankTest, Terminal, run_test
@@ -66,10 +65,7 @@ class RankRunner:
         paths = tuple(file.path for file in files)
         with tempfile.TemporaryDirectory(dir=get_scratch_folder()) as folder:
             self._test = RankTest(item, paths, Path(folder) / "store", **mark.kwargs)
-            start = time.monotonic()
-            end = self._run_ranks(self._test)
-        records = [pickle.loads(data) if (data := path.read_bytes()) else None for path in paths]
-        return replace(end, records=records, seconds=time.monotonic() - start)
+            return self._run_ranks(self._test)
 
     def _run_ranks(self, test: RankTest) -> RanksEnd:
         """Run the ranks of one test to their end."""
@@ -86,10 +82,8 @@ class RankRunner:
             attempt.end_within(0)
             explanation = explanation or explain_hang(statuses)
         outcome = attempt.end()
-        rank = None
         problem = "" if isinstance(outcome, Success) else outcome.text
-        if isinstance(outcome, BadInput | Exited | Raised):
-            rank = outcome.error.rank if isinstance(outcome, BadInput) else outcome.rank
+        rank = outcome.error.rank if isinstance(outcome, BadInput | Raised) else None
         details = []
         if explanation is not None:
             problem = explanation.sentence
@@ -102,7 +96,9 @@ class RankRunner:
             for status in statuses
             if status.state is ProcessState.RUNNING and status.frame and status.frame.is_users
         }
-        return RanksEnd([], rank, positions, problem, "\n".join(details), 0.0)
+        data = [path.read_bytes() for path in test.files]
+        records = [pickle.loads(part) if part else None for part in data]
+        return RanksEnd(records, rank, positions, problem, "\n".join(details))
 
     def close(self) -> None:
         """End the ranks that still run."""

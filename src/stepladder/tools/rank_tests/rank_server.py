@@ -50,7 +50,7 @@ class RankServer:
             end: RanksEnd = self._connection.recv()
         except (EOFError, OSError):
             problem = "the process that ranks are forked from has ended: run pytest again"
-            end = RanksEnd([], None, {}, problem, "", 0.0)
+            end = RanksEnd([], None, {}, problem, "")
         has_quit = end.rank is not None and end.records[end.rank] is None
         if has_quit and item.config.option.usepdb:
             item.session.shouldstop = "the debugger was left"

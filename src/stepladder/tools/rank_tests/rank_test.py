@@ -116,9 +116,9 @@ def run_test(test: RankTest, terminal: Terminal | None) -> int:
     sys.stderr = sys.__stderr__
     rank = World.detect().rank
     config = test.item.config
-    config.pluginmanager.getplugin("capturemanager").start_global_capturing()
     if terminal is not None:
         terminal.attach()
+    config.pluginmanager.getplugin("capturemanager").start_global_capturing()
     watch = _FailureWatch(config, terminal)
     config.pluginmanager.register(watch)
     torch.set_num_threads(1)

@@ -25,7 +25,6 @@ class RanksEnd:
         positions: Where the ranks were that still ran when another one failed.
         problem: Why the test has failed, in one line; "" if it has not.
         details: Further lines about the problem.
-        seconds: How long it took.
     """
 
     records: Sequence[Sequence[dict[str, Any]] | None]
@@ -33,7 +32,6 @@ class RanksEnd:
     positions: Mapping[int, str]
     problem: str
     details: str
-    seconds: float
 
 
 def make_reports(item: pytest.Item, end: RanksEnd) -> list[pytest.TestReport]:
@@ -137,7 +135,6 @@ def _make_failed(item: pytest.Item, problem: str, end: RanksEnd) -> list[pytest.
             outcome="failed" if when == "call" else "passed",
             longrepr=longrepr if when == "call" else None,
             when=when,
-            duration=end.seconds if when == "call" else 0.0,
         )
         for when in ("setup", "call", "teardown")
     ]
