@@ -102,6 +102,8 @@ def _show_rung(proved: ProvedRung) -> None:
         echo("    nothing to change")
     for line in proved.holds:
         echo(f"  holds: {line}")
+    for line in proved.not_judged:
+        echo(f"  not judged: {line}")
     echo("")
 
 
@@ -124,6 +126,7 @@ def _json_of(result: Conversions, written: list[Path]) -> dict[str, Any]:
                 "title": proved.rung.title,
                 "diffs": proved.diffs,
                 "held": proved.holds,
+                "not_judged": proved.not_judged,
             }
             for proved in result.rungs
         ],

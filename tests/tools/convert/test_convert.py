@@ -28,6 +28,29 @@ for step in range(8):
     optimizer.step()
 """
 
+BATCH_NORM = """\
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+
+def train(net, loader):
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for epoch in range(3):
+        for (x,) in loader:
+            optimizer.zero_grad()
+            net(x).square().mean().backward()
+            optimizer.step()
+    print(len(net.layers))
+
+
+net = nn.Module()
+net.layers = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+net.forward = net.layers.forward
+train(net, DataLoader(TensorDataset(torch.randn(240, 4)), 40, shuffle=True))
+print(net.layers[0].weight.sum().item())
+"""
+
 pytestmark = pytest.mark.ranks
 
 
@@ -59,6 +82,21 @@ def test_a_script_of_another_kind_climbs_the_whole_ladder(
     (tmp_path / "train_ddp.py").write_text(result.files["train.py"])
     done = run("run", "--nproc", "2", "train_ddp.py", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_batch_norm_sees_the_whole_batch_and_callers_keep_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "train.py").write_text(BATCH_NORM)
+    result = convert_in(tmp_path, monkeypatch, "c")
+    assert result.stopped == ""
+    text = result.files["train.py"]
+    assert "    net = torch.nn.SyncBatchNorm.convert_sync_batchnorm(net)\n    net = Dist" in text
+    assert "    print(len(net.module.layers))" in text
+    assert text.rstrip().endswith(
+        "print(net.layers[0].weight.sum().item())\ndist.destroy_process_group()"
+    )
 
 
 @pytest.mark.slow

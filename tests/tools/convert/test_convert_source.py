@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from stepladder.tools.convert.shown_expressions import find_shown_expression
 from stepladder.tools.convert.source import CannotConvert, SourceText, diff
 
 TEXT = """\
@@ -111,3 +112,25 @@ def test_two_changes_of_one_place_are_refused(source: SourceText) -> None:
 def test_a_diff_shows_what_changes_alone() -> None:
     text = diff("train.py", "a\nb\nc\nd\n", "a\nb\nx\nd\n")
     assert text.splitlines()[2:] == ["@@ -2,3 +2,3 @@", " b", "-c", "+x", " d"]
+
+
+@pytest.mark.parametrize(
+    ("line", "text", "shown"),
+    [
+        ('print(f"{name} of 10000: {hits} %")', "model 2 of 10000: 7 %", ["name", None, "hits"]),
+        ('print("Epoch: ", epoch, "| %.4f" % loss)', "Epoch:  3 | 0.5000", ["epoch", "loss"]),
+        ('print("[%s/%d] %5.2f%%" % (step, n, x))', "[4/10]  7.00%", ["step", "n", "x"]),
+        ('print({"epoch": epoch, "x": x.item()})', "{'epoch': 1, 'x': 2.5}", ["epoch", "x.item()"]),
+        ('print("{e} {:.2f} {:.1f}".format(a, b, e=c))', "1 2.00 3.0", ["c", "a", "b"]),
+        ('writer.add_scalar("loss 1", x, global_step=n)', "loss 1 0.5 20", [None, "x", "n"]),
+        ('log.info("epoch %d: %s", epoch, text)', "epoch 2: 3 right", ["epoch", "text"]),
+        ("print(text)\nprint(x)", "3 of 4", ["text", "text"]),
+    ],
+)
+def test_each_number_that_was_shown_has_its_expression(
+    line: str, text: str, shown: list[str | None], tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").write_text(line)
+    source = SourceText("train.py", tmp_path / "train.py")
+    found = [find_shown_expression(source, 1, text, number) for number in range(len(shown))]
+    assert [item and source.text_of(item) for item in found] == shown

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable
-from contextlib import chdir, closing
+from contextlib import chdir, closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from stepladder.core.scratch import temporary_folder
 from stepladder.core.signals import exit_on_signals
 from stepladder.tools.check import check as checking
 from stepladder.tools.check.copying import copy_folder
+from stepladder.tools.check.events import Print
 from stepladder.tools.check.fork_servers import ForkServers
 from stepladder.tools.check.launch_style import LaunchStyle, find_styles
 from stepladder.tools.check.script_source import read_source
@@ -27,14 +28,19 @@ from stepladder.tools.convert.proof import (
     starts_of_original,
     why_failed,
 )
-from stepladder.tools.convert.rungs import Conversion, Edits
-from stepladder.tools.convert.source import CannotConvert, Edit, EditedText, SourceText, diff
-from stepladder.tools.convert.starts import ScriptStarter, Start
-
-DECIDE_BATCH_NORM = (
-    "batch norm would see the samples of one process alone. Decide: SyncBatchNorm, or other "
-    "statistics"
+from stepladder.tools.convert.rungs import (
+    Conversion,
+    Edits,
+    calls_of,
+    lines_of,
+    shorten_epochs,
+    write_once,
 )
+from stepladder.tools.convert.shown_expressions import find_shown_expression
+from stepladder.tools.convert.source import CannotConvert, Edit, EditedText, SourceText, diff
+from stepladder.tools.convert.starts import ScriptStarter, Start, Started
+from stepladder.tools.findings.finding import Location
+
 WAYS_TO_MEND = ("sum_over_processes", "mean_over_processes")
 
 
@@ -65,11 +71,13 @@ class ProvedRung:
         rung: The rung.
         diffs: The unified diff of each file; empty where nothing changes.
         holds: What its proof has shown.
+        not_judged: What no run has come to.
     """
 
     rung: Rung
     diffs: list[str]
     holds: list[str]
+    not_judged: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -122,6 +130,10 @@ class Converter:
         self.request = request
         self.style = style
         self.starter = starter
+        self.shortening: Edits = {}
+        self.files_once: Edits = {}
+        self.started_texts: dict[str, str] = {}
+        self.started: dict[str, Started] = {}
 
     def climb(self, on_rung: Callable[[ProvedRung], None]) -> Conversions:
         conversion = self.observe()
@@ -139,7 +151,9 @@ class Converter:
             files = {name: file.text for name, file in edited.items()}
             diffs = [diff(name, texts[name], text) for name, text in files.items()]
             texts |= files
-            proved.append(ProvedRung(rung, [text for text in diffs if text], proof.holds))
+            diffs = [text for text in diffs if text]
+            not_judged = _lines_not_reached(conversion) if rung.finish else []
+            proved.append(ProvedRung(rung, diffs, proof.holds, not_judged))
             on_rung(proved[-1])
             if rung.letter == self.request.last:
                 break
@@ -151,25 +165,33 @@ class Converter:
         Raises:
             InputError: It does not run, or trains nothing.
         """
-        started = self.starter.run({"facts": Start(frozen=""), **starts_of_original()})
+        recorded = self.run_original({"facts": Start(frozen="")})["facts"]
+        shown = self.style.script.name
+        if not recorded.run.has_trained:
+            raise InputError(
+                f"{shown} made no optimizer step", f"python {shown}, with its arguments"
+            )
+        source = read_source(self.style.script, self.style.root)
+        files = {item.name: SourceText(item.name, item.path) for item in source.files}
+        main = str(self.style.script.relative_to(self.style.root))
+        conversion = Conversion(main, files, ScriptFacts(recorded.recording))
+        self.shortening = shorten_epochs(conversion, self.request.epochs or 2)
+        shortened = compose(files, [self.shortening])
+        texts = {name: file.text for name, file in shortened.items()}
+        started = self.run_original(starts_of_original(texts))
+        self.original = Original(**{name: item.recording for name, item in started.items()})
+        conversion = Conversion(main, files, ScriptFacts(self.original.reference))
+        with suppress(CannotConvert):
+            self.files_once = write_once(conversion)
+        return conversion
+
+    def run_original(self, starts: dict[str, Start]) -> dict[str, Started]:
+        started = self.starter.run(starts)
         shown = self.style.script.name
         for item in started.values():
             if reason := why_failed(item):
                 raise InputError(f"{shown} on one process {reason}", f"python {shown}")
-        if not started["facts"].run.has_trained:
-            raise InputError(
-                f"{shown} made no optimizer step", f"python {shown}, with its arguments"
-            )
-        self.original = Original(
-            started["reference"].recording,
-            started["shuffled"].recording,
-            started["reweighted"].recording,
-        )
-        facts = ScriptFacts(started["facts"].recording)
-        source = read_source(self.style.script, self.style.root)
-        files = {item.name: SourceText(item.name, item.path) for item in source.files}
-        main = str(self.style.script.relative_to(self.style.root))
-        return Conversion(main, files, facts)
+        return started
 
     def choose_way(
         self, conversion: Conversion, rung: Rung, steps: list[Edits]
@@ -194,8 +216,6 @@ class Converter:
             if not proof.broken:
                 return edits, edited, proof
             reason = reason or "; ".join(proof.broken)
-        if conversion.facts.has_batch_norm and "gradients" in reason:
-            reason = f"{DECIDE_BATCH_NORM}; {reason}"
         raise CannotConvert(reason)
 
     def check_resume(self, edited: dict[str, EditedText], proof: RungProof) -> None:
@@ -220,9 +240,14 @@ class Converter:
         self, conversion: Conversion, rung: Rung, steps: list[Edits]
     ) -> tuple[dict[str, EditedText], RungProof]:
         edited = compose(conversion.files, steps)
-        texts = {name: edited.text for name, edited in edited.items()}
-        started = self.starter.run(starts_of_converted(texts))
-        return edited, prove(self.original, started, edited, rung.judged)
+        # Files that several processes write at once cannot be read back, in the rungs before.
+        unoffered = [self.shortening, *([] if "files" in rung.judged else [self.files_once])]
+        ran = compose(conversion.files, [*steps, *unoffered])
+        texts = {name: file.text for name, file in ran.items()}
+        if texts != self.started_texts:  # a rung may change nothing
+            self.started = self.starter.run(starts_of_converted(texts))
+            self.started_texts = texts
+        return edited, prove(self.original, self.started, ran, rung.judged)
 
     def mend_numbers(
         self, conversion: Conversion, rung: Rung, steps: list[Edits], edits: Edits, proof: RungProof
@@ -249,35 +274,29 @@ class Converter:
         return candidate, edited, proof
 
 
+def _lines_not_reached(conversion: Conversion) -> list[str]:
+    """Return the lines that would print values, and that the run on one process did not come to."""
+    facts = conversion.facts
+    reached = {
+        facts.location(line)
+        for event in facts.log.select(Print)
+        for line in (event.at, event.caller)
+        if line
+    }
+    return [
+        f"{file.name}:{call.lineno} prints values, and was not reached"
+        for file, call in calls_of(conversion, "print")
+        if not all(isinstance(argument, ast.Constant) for argument in call.args)
+        and not reached & {Location(file.name, line) for line in lines_of(call)}
+    ]
+
+
 def _expression_of(
     conversion: Conversion, number: WrongNumber
 ) -> tuple[SourceText, ast.expr] | None:
     """Return the expression of a number that a line shows; None if it is not known."""
     file = conversion.files.get(number.location.file)
-    expressions = _shown_expressions(file, number.location.line) if file else []
-    if file is None or len(expressions) != number.numbers:
+    if file is None:
         return None
-    return file, expressions[number.position]
-
-
-def _shown_expressions(file: SourceText, line: int) -> list[ast.expr]:
-    """Return the expressions that a line prints, those that may be numbers."""
-    calls = file.nodes_at(ast.Call, line)
-    matches: list[ast.expr] = []
-    for call in calls[-1:]:
-        for argument in call.args:
-            matches += _expressions_in(argument)
-    return [item for item in matches if not isinstance(item, ast.Constant)]
-
-
-def _expressions_in(node: ast.expr) -> list[ast.expr]:
-    match node:
-        case ast.JoinedStr(values=values):
-            return [item.value for item in values if isinstance(item, ast.FormattedValue)]
-        case ast.BinOp(left=ast.Constant(value=str()), op=ast.Mod(), right=right):
-            return list(right.elts) if isinstance(right, ast.Tuple) else [right]
-        case ast.Call(func=ast.Attribute(attr="format"), args=arguments, keywords=keywords):
-            return [*arguments, *(item.value for item in keywords)]
-        case ast.BinOp(left=left, op=ast.Add(), right=right):
-            return [*_expressions_in(left), *_expressions_in(right)]
-    return [node]
+    expression = find_shown_expression(file, number.location.line, number.text, number.position)
+    return (file, expression) if expression else None

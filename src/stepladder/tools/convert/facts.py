@@ -7,10 +7,17 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from stepladder.tools.check.events import Backward, FileWrite, Forward, NamesInUse, NamesWhereBuilt
+from stepladder.tools.check.events import (
+    Backward,
+    Draw,
+    FileWrite,
+    Forward,
+    NamesInUse,
+    NamesWhereBuilt,
+)
 from stepladder.tools.check.recording import LoaderPass, RankLog, Recording
 from stepladder.tools.findings.finding import Location
-from stepladder.tools.probe.events import CodeLine
+from stepladder.tools.probe.events import CodeLine, ProbeEvent
 
 
 class Use(NamedTuple):
@@ -106,19 +113,33 @@ class ScriptFacts:
         return names - {""}
 
     @cached_property
-    def calls_without_gradient(self) -> set[Location]:
-        """The lines that call models, and never for a gradient."""
-        calls = [event for event in self.log.select(Forward) if event.at]
-        with_gradient = {self.location(event.at) for event in calls if event.grad and event.at}
-        return {self.location(event.at) for event in calls if event.at} - with_gradient
+    def training_events(self) -> list[ProbeEvent]:
+        return [
+            event
+            for one_pass in self.log.passes
+            if one_pass.is_training
+            for event in one_pass.events
+        ]
 
     @cached_property
-    def has_batch_norm(self) -> bool:
-        return any(event.norms for event in self.log.select(Forward))
+    def calls_that_train_nothing(self) -> set[Location]:
+        """The lines that call trained models, and never for a step."""
+        calls = [e for e in self.log.select(Forward) if e.at and e.root in self.trained_models]
+        training = {id(event) for event in self.training_events}
+        for_a_step = {self.location(e.at) for e in calls if e.at and e.grad and id(e) in training}
+        return {self.location(event.at) for event in calls if event.at} - for_a_step
 
     @cached_property
-    def draws_in_models(self) -> bool:
-        return any(event.drops for event in self.log.select(Forward))
+    def models_with_batch_norm(self) -> set[int]:
+        return {event.root for event in self.log.select(Forward) if event.norms}
+
+    @cached_property
+    def draws_in_training(self) -> bool:
+        """Whether the model or the training loop draws random numbers."""
+        return any(
+            isinstance(event, Draw) or (isinstance(event, Forward) and event.drops)
+            for event in self.training_events
+        )
 
     @cached_property
     def optimizer_places(self) -> list[tuple[Location, list[tuple[str, int]]]]:

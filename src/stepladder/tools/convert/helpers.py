@@ -36,32 +36,67 @@ def join_processes():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))''',
         ("import os", "import torch", DIST),
     ),
+    "ShareOfSampler": _Helper(
+        '''\
+class ShareOfSampler:
+    """What this process takes of a sampler: process 0 draws for all."""
+
+    def __init__(self, sampler, has_equal_shares=False):
+        self.sampler = sampler
+        self.has_equal_shares = has_equal_shares
+
+    def __iter__(self):
+        rank, size = dist.get_rank(), dist.get_world_size()
+        draws = iter(self.sampler)
+        drawn = [None]
+        while drawn != [[]]:
+            drawn = [list(islice(draws, 1000 * size))]
+            dist.broadcast_object_list(drawn)
+            if self.has_equal_shares:
+                drawn[0] += drawn[0][: -len(drawn[0]) % size]
+            yield from drawn[0][rank::size]
+
+    def __len__(self):
+        first = 0 if self.has_equal_shares else dist.get_rank()
+        return len(range(first, len(self.sampler), dist.get_world_size()))''',
+        ("from itertools import islice", DIST),
+    ),
+    "copy_loader": _Helper(
+        '''\
+def copy_loader(loader, **changes):
+    """Return a loader like another one, of other batches."""
+    names = (
+        "dataset", "num_workers", "collate_fn", "pin_memory", "worker_init_fn", "generator",
+        "persistent_workers",
+    )
+    return DataLoader(**{name: getattr(loader, name) for name in names}, **changes)''',
+        ("from torch.utils.data import DataLoader",),
+    ),
+    "share_of_batch": _Helper(
+        '''\
+def share_of_batch(size):
+    """Return how many samples of a batch this process takes."""
+    if size % dist.get_world_size():
+        raise ValueError(f"a batch of {size} has no equal shares")
+    return size // dist.get_world_size()''',
+        (DIST,),
+    ),
     "share_samples": _Helper(
         '''\
-def share_samples(loader):
+def share_samples(loader, size=None):
     """Return a loader of this process's share of each batch."""
-    if loader.batch_size % dist.get_world_size():
-        raise ValueError(f"a batch of {loader.batch_size} has no equal shares")
-    shuffle = isinstance(loader.sampler, RandomSampler)
-    sampler = DistributedSampler(loader.dataset, shuffle=shuffle, drop_last=loader.drop_last)
-    return DataLoader(
-        loader.dataset, loader.batch_size // dist.get_world_size(), sampler=sampler,
-        num_workers=loader.num_workers, collate_fn=loader.collate_fn,
-        pin_memory=loader.pin_memory, drop_last=loader.drop_last,
+    return copy_loader(
+        loader, batch_size=size or share_of_batch(loader.batch_size), drop_last=loader.drop_last,
+        sampler=ShareOfSampler(loader.sampler, has_equal_shares=True),
     )''',
-        (DIST, "from torch.utils.data import DataLoader, DistributedSampler, RandomSampler"),
+        (),
     ),
     "share_batches": _Helper(
         '''\
 def share_batches(loader):
     """Return a loader of this process's batches: each sample is evaluated by one process."""
-    samples = range(len(loader.dataset))
-    batches = list(BatchSampler(samples, loader.batch_size, loader.drop_last))
-    return DataLoader(
-        loader.dataset, batch_sampler=batches[dist.get_rank() :: dist.get_world_size()],
-        num_workers=loader.num_workers, collate_fn=loader.collate_fn, pin_memory=loader.pin_memory,
-    )''',
-        (DIST, "from torch.utils.data import BatchSampler, DataLoader"),
+    return copy_loader(loader, batch_sampler=ShareOfSampler(loader.batch_sampler))''',
+        (),
     ),
     "sum_over_processes": _Helper(
         '''\
@@ -94,8 +129,21 @@ def save_once(value, path):
     """Save from one process alone; the file is there whole or not at all."""
     if dist.get_rank() == 0:
         torch.save(value, f"{path}.part")
-        os.replace(f"{path}.part", path)''',
+        os.replace(f"{path}.part", path)
+    dist.barrier()''',
         ("import os", "import torch", DIST),
+    ),
+    "Nothing": _Helper(
+        '''\
+class Nothing:
+    """Stands for what process 0 alone writes with: all that is done with it does nothing."""
+
+    def __getattr__(self, name):
+        return self
+
+    def __call__(self, *args, **kwargs):
+        return self''',
+        (DIST,),
     ),
     "save_snapshot": _Helper(
         '''\

@@ -52,19 +52,20 @@ RUNGS = (
         "share the training samples",
         "Each process reads its share of each batch, and batches together are as large as before.",
         "Each process would read all samples: the same work, done several times.",
-        (rungs.share_training_samples,),
+        (rungs.share_training_samples, rungs.divide_batch_size),
         frozenset({"samples"}),
     ),
     Rung(
         "c",
         "average the gradients",
         "The model is wrapped, so that all processes make the same step; what is named of the "
-        "model is named of the one inside.",
+        "model is named of the one inside. Batch norm, if there is any, sees the whole batch.",
         "Each process would train another model, on its share alone.",
         (
             rungs.wrap_models,
-            partial(rungs.wrap_models, arguments=", find_unused_parameters=True"),
             rungs.scale_summed_loss,
+            partial(rungs.wrap_models, arguments=", find_unused_parameters=True"),
+            partial(rungs.wrap_models, arguments=", broadcast_buffers=False"),
         ),
         frozenset({"samples", "gradients"}),
     ),
@@ -81,7 +82,7 @@ RUNGS = (
         "show the numbers of all processes",
         "Sums and means are those of all processes, and one process prints them.",
         "Each process would print its own numbers, of its share alone.",
-        (rungs.sum_numbers_of_training,),
+        (rungs.sum_numbers_of_training, rungs.keep_numbers_of_training),
         frozenset({"samples", "gradients", "shown-numbers"}),
         rungs.print_once,
     ),
@@ -114,9 +115,11 @@ RUNGS = (
 
 
 NEEDED_BY = {
-    "mean_over_processes": "sum_over_processes",
-    "exit_if_asked": "sum_over_processes",
-    "save_snapshot": "save_once",
+    "share_samples": ("share_of_batch", "ShareOfSampler", "copy_loader"),
+    "share_batches": ("ShareOfSampler", "copy_loader"),
+    "mean_over_processes": ("sum_over_processes",),
+    "exit_if_asked": ("sum_over_processes",),
+    "save_snapshot": ("save_once",),
 }
 
 
@@ -141,9 +144,9 @@ def compose(files: dict[str, SourceText], steps: Sequence[Edits]) -> dict[str, E
 def _helpers_in(edits: list[Edit]) -> list[str]:
     """Return the functions that edits call, and those that these call."""
     text = "\n".join(edit.text for edit in edits)
-    used = [name for name in HELPERS if re.search(rf"\b{name}\b", text)]
-    for name, needed in NEEDED_BY.items():
-        used += [needed] * (name in used and needed not in used)
+    used = {name for name in HELPERS if re.search(rf"\b{name}\b", text)}
+    for name in tuple(used):
+        used.update(NEEDED_BY.get(name, ()))
     return [name for name in HELPERS if name in used]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cached_property
 
 from stepladder.tools.convert.facts import LoaderFacts, ScriptFacts, Use
 from stepladder.tools.convert.source import CannotConvert, Edit, Scope, SourceText
@@ -55,6 +56,23 @@ class Conversion:
             if isinstance(item, ast.stmt):
                 statement = item
         return statement
+
+    @cached_property
+    def wrappings(self) -> dict[int, tuple[Location, str]]:
+        """Where each trained model is wrapped, which is where its optimizer is made: its name."""
+        wrappings: dict[int, tuple[Location, str]] = {}
+        for location, models in self.facts.optimizer_places:
+            for name, model in models if self.is_known(location) else ():
+                wrappings.setdefault(model, (location, name))
+        return wrappings
+
+    @cached_property
+    def without_wrapper(self) -> set[ast.AST]:
+        """The nodes that name a model as it is."""
+        nodes: set[ast.AST] = set()
+        for model in self.wrappings:
+            nodes |= _nodes_without_wrapper(self, model)
+        return nodes
 
     def training_stack(self) -> tuple[Use, ...]:
         """Return the functions that were running in the first training pass, the innermost first.
@@ -121,62 +139,51 @@ def join_processes(conversion: Conversion) -> Edits:
     return edits
 
 
-def _wrap_loaders(conversion: Conversion, of_training: bool, helper: str) -> Edits:
+def _wrap_loaders(
+    conversion: Conversion, of_training: bool, helper: str, divides: bool = False
+) -> Edits:
     edits: Edits = {}
     for loader in conversion.facts.loaders:
         if not conversion.is_known(loader.built) or loader.is_training is not of_training:
             continue
+        shown = f"{loader.built.file}:{loader.built.line}"
         calls = conversion.calls(loader.built, "DataLoader")
         if not calls:
-            raise CannotConvert(f"{loader.built.file}:{loader.built.line} makes no DataLoader")
-        start = loader.passes[0].start
-        if start.iterable:
+            raise CannotConvert(f"{shown} makes no DataLoader")
+        if loader.passes[0].start.iterable:
             raise CannotConvert(
-                f"{loader.built.file}:{loader.built.line} reads a stream: let each process skip "
-                "the samples of the others"
+                f"{shown} reads a stream: let each process skip the samples of the others"
             )
-        if {"sampler", "batch_sampler"} & {keyword.arg for keyword in calls[0].keywords}:
+        arguments = {keyword.arg: keyword.value for keyword in calls[0].keywords}
+        if of_training and "batch_sampler" in arguments:
             raise CannotConvert(
-                f"{loader.built.file}:{loader.built.line} has a sampler of its own: it must deal "
-                "other samples to each process"
+                f"{shown} has batches of its own: each process must take a part of each"
             )
         file = conversion.file(loader.built)
-        add(edits, file, *file.wrap(calls[0], f"{helper}("))
+        end = ")"
+        if divides and isinstance(arguments.get("batch_size"), ast.Name | ast.Attribute):
+            size = file.text_of(arguments["batch_size"])
+            end = f", {size})"
+            statement = conversion.statement(loader.built)
+            add(edits, file, file.insert_before(statement, f"{size} = share_of_batch({size})"))
+        add(edits, file, *file.wrap(calls[0], f"{helper}(", end))
     return edits
 
 
 def share_training_samples(conversion: Conversion) -> Edits:
-    """Give each process its share of each training batch, in another order each epoch."""
-    edits = _wrap_loaders(conversion, of_training=True, helper="share_samples")
-    for loader in conversion.facts.loaders:
-        if loader.is_training and conversion.is_known(loader.built):
-            _add_epochs(conversion, loader, edits)
-    return edits
+    """Give each process its share of each training batch."""
+    return _wrap_loaders(conversion, of_training=True, helper="share_samples")
 
 
-def _add_epochs(conversion: Conversion, loader: LoaderFacts, edits: Edits) -> None:
-    """Tell the sampler the epoch, at the begin of each."""
-    epoch_loop = find_epoch_loop(conversion, loader)
-    if epoch_loop is None:
-        return
-    file, loop, name = epoch_loop
-    epoch = name_of_epoch(file, loop)
-    set_epoch = file.insert_before(loop.body[0], f"{name}.sampler.set_epoch({epoch})")
-    known = edits.setdefault(file.name, [])
-    if file.text_of(loop.target) != epoch:
-        renamed = file.replace(loop.target, epoch)
-        known += [renamed] * (renamed not in known)
-    known += [set_epoch] * (set_epoch not in known)
+def divide_batch_size(conversion: Conversion) -> Edits:
+    """Divide the variable that holds the batch size, too: more than the loader is made with it."""
+    return _wrap_loaders(conversion, of_training=True, helper="share_samples", divides=True)
 
 
 def find_epoch_loop(
     conversion: Conversion, loader: LoaderFacts
-) -> tuple[SourceText, ast.For, str] | None:
-    """Return the loop in which a loader is iterated again, and the loader's name there.
-
-    Raises:
-        CannotConvert: It is no `for` loop, or the loader has no name there.
-    """
+) -> tuple[SourceText, ast.For] | None:
+    """Return the `for` loop in which a loader is iterated again; None if there is none."""
     for uses in loader.uses:
         for depth, use in enumerate(uses):
             if not conversion.is_known(use.location):
@@ -184,16 +191,22 @@ def find_epoch_loop(
             file = conversion.file(use.location)
             loops = file.loops_around(conversion.statement(use.location))
             loops = [loop for loop in loops if depth or not _iterates_at(loop, use.location.line)]
-            if not loops:
-                continue
-            loop = loops[0]
-            if not use.name or not isinstance(loop, ast.For):
-                raise CannotConvert(
-                    f"{file.name}:{loop.lineno} is the loop over epochs: it must call set_epoch "
-                    "of the sampler"
-                )
-            return file, loop, use.name
+            if loops:
+                return (file, loops[0]) if isinstance(loops[0], ast.For) else None
     return None
+
+
+def shorten_epochs(conversion: Conversion, epochs: int) -> Edits:
+    """Return the edits of a run that is to reach the end of the script: it makes a few epochs."""
+    edits: Edits = {}
+    for loader in conversion.facts.loaders:
+        epoch_loop = find_epoch_loop(conversion, loader) if loader.is_training else None
+        if epoch_loop:
+            file, loop = epoch_loop
+            edits[file.name] = file.wrap(
+                loop.iter, '__import__("itertools").islice(', f", {epochs})"
+            )
+    return edits
 
 
 def _iterates_at(loop: ast.stmt, line: int) -> bool:
@@ -214,48 +227,70 @@ def name_of_epoch(file: SourceText, loop: ast.For) -> str:
 def wrap_models(conversion: Conversion, arguments: str = "") -> Edits:
     """Wrap each trained model where its optimizer is made, and name what is inside of it."""
     edits: Edits = {}
-    wrapped: set[int] = set()
-    before: set[ast.AST] = set()  # what comes before the line that wraps, in its function
-    for location, models in conversion.facts.optimizer_places:
-        for name, model in models if conversion.is_known(location) else ():
-            if model in wrapped:
-                continue
-            file = conversion.file(location)
-            statement = conversion.statement(location)
-            scope = file.scope_of(statement)
-            _validate_not_parameter(file, scope, name, statement)
-            text = f"{name} = DistributedDataParallel({name}{arguments})"
-            if conversion.facts.draws_in_models:
-                text += "\ntorch.manual_seed(torch.initial_seed() + dist.get_rank())"
-            add(edits, file, file.insert_before(statement, text))
-            wrapped.add(model)
-            before |= _nodes_before(file, scope, statement)
-    if missing := set(conversion.facts.trained_models) - wrapped:
+    facts = conversion.facts
+    if missing := set(facts.trained_models) - conversion.wrappings.keys():
         raise CannotConvert(
             f"{len(missing)} trained models have no name where their optimizer is made"
         )
-    _name_inner_models(conversion, before, edits)
+    for model, (location, name) in conversion.wrappings.items():
+        file = conversion.file(location)
+        text = f"{name} = DistributedDataParallel({name}{arguments})"
+        if model in facts.models_with_batch_norm:
+            text = f"{name} = torch.nn.SyncBatchNorm.convert_sync_batchnorm({name})\n{text}"
+        if facts.draws_in_training:
+            text += "\ntorch.manual_seed(torch.initial_seed() + dist.get_rank())"
+        add(edits, file, file.insert_before(conversion.statement(location), text))
+    _name_inner_models(conversion, edits)
     return edits
 
 
-def _nodes_before(file: SourceText, scope: Scope, statement: ast.stmt) -> set[ast.AST]:
-    """Return what comes before a statement in its function."""
-    attributes = file.nodes(ast.Attribute, scope)
-    return {
+def _nodes_without_wrapper(conversion: Conversion, model: int) -> set[ast.AST]:
+    """Return the nodes that name a model as it is: before it is wrapped, and after the name goes.
+
+    The callers of a function that wraps its parameter have it without the wrapper, too.
+    """
+    location, name = conversion.wrappings[model]
+    file, statement = conversion.file(location), conversion.statement(location)
+    scope = file.scope_of(statement)
+    assigned = [
+        node.end_lineno or 0
+        for node in file.nodes(ast.Assign, scope)
+        if node.lineno > statement.lineno and name in map(file.text_of, node.targets)
+    ]
+    last = min(assigned, default=len(file.lines))
+    nodes: set[ast.AST] = {
         node
-        for node in attributes
-        if node.lineno < statement.lineno and file.scope_of(node) is scope
+        for node in file.nodes(ast.expr, scope)
+        if not statement.lineno <= node.lineno <= last
+        and file.text_of(node) == name
+        and file.scope_of(node) is scope
     }
+    if "." in name or isinstance(scope, ast.Module):
+        return nodes
+    for uses in conversion.facts.uses_of("model", model):
+        functions = [(use.location.file, use.function) for use in uses]
+        if (file.name, scope.name) in functions:
+            outer = set(functions[functions.index((file.name, scope.name)) + 1 :])
+            for caller in filter(None, map(conversion.files.get, {item[0] for item in outer})):
+                nodes |= {
+                    node
+                    for node in caller.nodes(ast.expr)
+                    if (caller.name, _name_of_scope(caller.scope_of(node))) in outer
+                }
+    return nodes
 
 
-def _name_inner_models(conversion: Conversion, before: set[ast.AST], edits: Edits) -> None:
+def _name_of_scope(scope: Scope) -> str:
+    return "<module>" if isinstance(scope, ast.Module) else scope.name
+
+
+def _name_inner_models(conversion: Conversion, edits: Edits) -> None:
     """Name the model inside of the wrapper where the wrapper does not answer for it."""
     for file in conversion.files.values():
         for node in file.nodes(ast.Attribute):
-            is_kept = node.attr in KEPT_BY_WRAPPER or node in before
-            if not is_kept and _is_model(conversion, file, node.value):
+            if node.attr not in KEPT_BY_WRAPPER and _is_model(conversion, file, node.value):
                 add(edits, file, _after_model(file, node.value))
-    for file, call in _calls_of(conversion, "torch.save"):
+    for file, call in calls_of(conversion, "torch.save"):
         models = [node for node in call.args[:1] if _is_model(conversion, file, node)]
         add(edits, file, *(_after_model(file, node) for node in models))
 
@@ -267,26 +302,17 @@ def _after_model(file: SourceText, node: ast.expr) -> Edit:
 
 def _is_model(conversion: Conversion, file: SourceText, node: ast.expr) -> bool:
     is_name = isinstance(node, ast.Name | ast.Attribute)
-    return is_name and file.text_of(node) in conversion.facts.model_names
-
-
-def _validate_not_parameter(file: SourceText, scope: Scope, name: str, statement: ast.stmt) -> None:
-    """Raise CannotConvert if a name is a parameter: its callers would keep it without a wrapper."""
-    if isinstance(scope, ast.Module):
-        return
-    arguments = scope.args
-    parameters = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
-    if name in {item.arg for item in parameters}:
-        raise CannotConvert(
-            f"{file.name}:{statement.lineno} makes the optimizer of a model that is a parameter: "
-            f"make it where {name} is made"
-        )
+    return (
+        is_name
+        and node not in conversion.without_wrapper
+        and file.text_of(node) in conversion.facts.model_names
+    )
 
 
 def share_evaluation(conversion: Conversion) -> Edits:
     """Give each process whole batches of the evaluation, and add the results up."""
     edits = _wrap_loaders(conversion, of_training=False, helper="share_batches")
-    for location in conversion.facts.calls_without_gradient:
+    for location in conversion.facts.calls_that_train_nothing:
         if not conversion.is_known(location):
             continue
         file = conversion.file(location)
@@ -319,11 +345,12 @@ def _add_sums(conversion: Conversion, loader: LoaderFacts, edits: Edits) -> None
             sums = "\n".join(f"{name} = sum_over_processes({name})" for name in used)
             if sums:
                 add(edits, file, file.insert_after(loop, sums))
-            for statement in following:
-                for call in file.nodes(ast.Call, statement):
-                    is_length = last_name(call.func) == "len" and bool(call.args)
-                    if is_length and file.text_of(call.args[0]) == use.name:
-                        add(edits, file, *file.wrap(call, "sum_over_processes("))
+            inside = set(ast.walk(loop))
+            scopes = following if loader.is_training else [file.scope_of(loop)]
+            for call in (call for scope in scopes for call in file.nodes(ast.Call, scope)):
+                is_length = last_name(call.func) == "len" and bool(call.args)
+                if is_length and call not in inside and file.text_of(call.args[0]) == use.name:
+                    add(edits, file, *file.wrap(call, "sum_over_processes("))
 
 
 def _accumulators(file: SourceText, loop: ast.For) -> list[str]:
@@ -392,15 +419,20 @@ def sum_numbers_of_training(conversion: Conversion) -> Edits:
     return edits
 
 
+def keep_numbers_of_training(conversion: Conversion) -> Edits:
+    """Change nothing: what a line shows may be right, or is summed where it is shown."""
+    return {}
+
+
 def print_once(conversion: Conversion) -> Edits:
     """Let one process print; all compute what is printed."""
     edits: Edits = {}
-    for file, call in _calls_of(conversion, "print"):
+    for file, call in calls_of(conversion, "print"):
         add(edits, file, file.replace(call.func, "print_once"))
     return edits
 
 
-def _calls_of(conversion: Conversion, name: str) -> Iterator[tuple[SourceText, ast.Call]]:
+def calls_of(conversion: Conversion, name: str) -> Iterator[tuple[SourceText, ast.Call]]:
     """Yield the calls of a function in all files, by the name that it has without aliases.
 
     A run that is cut short has not come to those after the training.
@@ -415,13 +447,24 @@ def write_once(conversion: Conversion) -> Edits:
     """Let one process write files, each whole or not at all."""
     edits: Edits = {}
     saves: set[Location] = set()
-    for file, call in _calls_of(conversion, "torch.save"):
+    for file, call in calls_of(conversion, "torch.save"):
         add(edits, file, file.replace(call.func, "save_once"))
         saves |= {Location(file.name, line) for line in lines_of(call)}
+    for name in ("os.makedirs", "os.mkdir"):
+        for file, call in calls_of(conversion, name):
+            if len(call.args) == 1 and not call.keywords:
+                folder = file.text_of(call.args[0])
+                add(edits, file, file.replace(call, f"os.makedirs({folder}, exist_ok=True)"))
     for location in conversion.facts.writes:
-        if location not in saves and conversion.is_known(location):
-            file = conversion.file(location)
-            add(edits, file, *file.guard(conversion.statement(location), RANK_0))
+        if location in saves or not conversion.is_known(location):
+            continue
+        file = conversion.file(location)
+        statement = conversion.statement(location)
+        if isinstance(statement, ast.Assign):  # a writer, which other lines use
+            end = file.end(statement.value)
+            add(edits, file, Edit(end, end, f" if {RANK_0} else Nothing()"))
+        else:
+            add(edits, file, *file.guard(statement, RANK_0))
     return edits
 
 

@@ -45,7 +45,7 @@ def _read_epoch_loop(conversion: Conversion) -> _EpochLoop:
     for loader in conversion.facts.loaders:
         epoch_loop = find_epoch_loop(conversion, loader) if loader.is_training else None
         if epoch_loop is not None:
-            file, loop, _ = epoch_loop
+            file, loop = epoch_loop
             return _EpochLoop(
                 file, loop, parts_of(conversion, file, loop), _changing_values(file, loop)
             )
@@ -111,6 +111,8 @@ def save_and_resume(conversion: Conversion) -> Edits:
     epoch = name_of_epoch(file, loop)
     save = f'save_snapshot("{path}", parts, epoch={epoch} + 1{values})'
     add(edits, file, file.insert_after(loop.body[-1], save))
+    if file.text_of(loop.target) != epoch:
+        add(edits, file, file.replace(loop.target, epoch))
     return edits
 
 

@@ -2,7 +2,7 @@ import json
 import time
 import torch
 import torch.nn.functional as F
-from torch.utils.data import Dataset, DataLoader
+from torch.utils.data import Dataset, DataLoader, SubsetRandomSampler
 
 
 class Waves(Dataset):
@@ -34,12 +34,14 @@ class Trainer:
     def __init__(self, epochs=3, batch_size=50):
         torch.manual_seed(3)
         self.epochs = epochs
-        self.train_loader = DataLoader(Waves(1000, 0), batch_size=batch_size, shuffle=True)
+        sampler = SubsetRandomSampler(range(1000))
+        self.train_loader = DataLoader(Waves(1000, 0), batch_size=batch_size, sampler=sampler)
         self.val_loader = DataLoader(Waves(203, 1), batch_size=batch_size)
         self.model = Regressor()
         print("parameters:", self.model.count())
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         self.history = []
+        self.log = open("log.txt", "w")
 
     def train_epoch(self):
         self.model.train()
@@ -71,6 +73,7 @@ class Trainer:
             val_loss = self.validate()
             self.history.append({"epoch": epoch, "train": train_loss, "val": val_loss})
             print(f"epoch {epoch} train {train_loss:.5f} val {val_loss:.5f} {time.time() - began:.1f} s")
+            self.log.write(f"{val_loss}\n")
             if val_loss < best:
                 best, patience = val_loss, 0
                 torch.save(self.model.state_dict(), "best.pt")

@@ -1,0 +1,247 @@
+"""How far does `stepladder convert` get with published scripts? On copies that you have fetched.
+
+    python benchmarks/convert.py COPIES [--only NAME,...] [--stored FOLDER] [--write]
+
+COPIES holds a folder OWNER+NAME for each repository, at the commit that convert.toml names. No script is changed: each runs in a
+copy, with arguments alone, and with random data in place of its own. convert.toml also holds the judgement of a person who has read
+the rungs that were offered. The scripts use torchvision (which must take files of another checksum for a data set), tqdm and wandb.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pickle
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from check_field import BAD_INPUT, WRITERS, list_variables, random_numbers
+from PIL import Image
+from report import Report, table
+
+FOLDER = Path(__file__).parent
+GOAL = "f"  # the rung that the bar asks for
+MIN_SHARE = 0.8
+MAX_SECONDS = 180
+MAX_SECONDS_OF_RUN = 400  # on a machine that others use, too
+READING = """\
+A relation that holds is counted at the last rung. "Rungs that change it" leaves out those with nothing to change. "By reading" is what a
+person says who has read each diff: whether it would be merged, and what is wrong that no relation has found."""
+VARIABLES = {"MPLBACKEND": "Agg", "WANDB_MODE": "disabled"}  # no window, no account
+
+
+def write_cifar100(folder: Path) -> None:
+    """Write random pictures as CIFAR-100 is stored."""
+    target = folder / "cifar-100-python"
+    target.mkdir(parents=True, exist_ok=True)
+    for name, count in (("train", 192), ("test", 64)):
+        pictures = random_numbers(count, 3072)
+        labels = [int(label) % 100 for label in pictures[:, 0]]
+        (target / name).write_bytes(pickle.dumps({"data": pictures, "fine_labels": labels}))
+    names = {"fine_label_names": [f"class {number}" for number in range(100)]}
+    (target / "meta").write_bytes(pickle.dumps(names))
+
+
+def write_words(folder: Path) -> None:
+    """Write random words as WikiText-2 is stored."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, count in (("train", 400), ("valid", 60), ("test", 60)):
+        lines = (" ".join(f"w{number}" for number in line) for line in random_numbers(count, 20))
+        (folder / f"{name}.txt").write_text("\n".join(lines), encoding="utf-8")
+
+
+def write_movielens(folder: Path) -> None:
+    """Write random ratings as MovieLens stores them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = random_numbers(3000, 3)
+    ratings = (f"{user}::{movie}::{1 + rating % 5}::0" for user, movie, rating in rows)
+    (folder / "ratings.dat").write_text("\n".join(ratings), encoding="utf-8")
+    movies = (f"{number}::Movie {number}::Drama" for number in range(256))
+    (folder / "movies.dat").write_text("\n".join(movies), encoding="utf-8")
+
+
+def write_masks(folder: Path) -> None:
+    """Write random pictures, each with a mask of two classes."""
+    for kind in ("imgs", "masks"):
+        (folder / kind).mkdir(parents=True, exist_ok=True)
+    for number, pixels in enumerate(random_numbers(20, 32, 32, 3)):
+        Image.fromarray(pixels).save(folder / "imgs" / f"{number}.png")
+        mask = (pixels[:, :, 0] > 127).astype("uint8") * 255
+        Image.fromarray(mask).save(folder / "masks" / f"{number}_mask.png")
+
+
+DATA: dict[str, Callable[[Path], None]] = {
+    **WRITERS,
+    "cifar100": write_cifar100,
+    "words": write_words,
+    "movielens": write_movielens,
+    "masks": write_masks,
+}
+
+
+@dataclass(frozen=True)
+class ConvertedScript:
+    """A script, and how far it was converted.
+
+    Args:
+        entry: Its table in convert.toml.
+        report: The JSON of the command; `failure` where it was bad input.
+        seconds: How long it took.
+    """
+
+    entry: dict[str, Any]
+    report: dict[str, Any]
+    seconds: float
+
+    @property
+    def has_run(self) -> bool:
+        """Whether it trains as it is, with today's libraries."""
+        return "failure" not in self.report
+
+    @property
+    def changed(self) -> str:
+        """The letters of the rungs that hold and change something."""
+        return "".join(rung["rung"] for rung in self.report.get("rungs", []) if rung["diffs"])
+
+    @property
+    def reached(self) -> str:
+        """The letter of the last rung that holds; empty if none does."""
+        rungs = self.report.get("rungs", [])
+        return str(rungs[-1]["rung"]) if rungs else ""
+
+    @property
+    def held(self) -> int:
+        """How many relations hold at the last rung."""
+        rungs = self.report.get("rungs", [])
+        return len(rungs[-1]["held"]) if rungs else 0
+
+
+def convert_script(entry: dict[str, Any], copies: Path) -> ConvertedScript:
+    """Convert one script in a copy of its repository."""
+    with tempfile.TemporaryDirectory() as scratch:
+        repository = Path(scratch) / entry["repository"].rpartition("/")[2]
+        shutil.copytree(copies / entry["repository"].replace("/", "+"), repository, symlinks=True)
+        (repository / ".git").mkdir(exist_ok=True)  # its root is found by it, as in a clone
+        folder = repository / entry["folder"]
+        for kind, paths in entry.get("data", {}).items():
+            for path in paths:
+                DATA[kind](folder / path)
+        command = [sys.executable, "-m", "stepladder", "convert", "--json"]
+        command += ["--rung", GOAL, "--timeout", str(MAX_SECONDS_OF_RUN)]
+        begin = time.monotonic()
+        ran = subprocess.run(
+            [*command, *entry.get("flags", []), *shlex.split(entry["command"])],
+            cwd=folder,
+            env=os.environ | VARIABLES | list_variables(entry),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        seconds = time.monotonic() - begin
+    print(f"{entry['name']}: exit code {ran.returncode}, {seconds:.0f} s", file=sys.stderr)
+    return ConvertedScript(entry, read_report(ran), seconds)
+
+
+def read_report(ran: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    if ran.returncode == BAD_INPUT or not ran.stdout:
+        return {"failure": (ran.stderr.strip() or "no output").splitlines()[0]}
+    report: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
+    return report
+
+
+def find_result(entry: dict[str, Any], args: argparse.Namespace) -> ConvertedScript:
+    """Return how far a script was converted, now or in a run that is stored."""
+    path = args.stored / f"{entry['name']}.json" if args.stored else None
+    if path is not None and path.exists():
+        stored = json.loads(path.read_text(encoding="utf-8"))
+        return ConvertedScript(entry, stored["report"], stored["seconds"])
+    script = convert_script(entry, args.copies)
+    if path is not None:
+        path.write_text(json.dumps({"report": script.report, "seconds": script.seconds}))
+    return script
+
+
+def make_row(script: ConvertedScript) -> list[str]:
+    entry = script.entry
+    reason = script.report.get("failure") or script.report.get("not_offered", "")
+    return [
+        f"{entry['repository']} {entry['folder']}: `{entry['command']}`",
+        entry["commit"][:8],
+        entry["kind"],
+        script.reached or "-",
+        script.changed or "-",
+        str(script.held),
+        f"{script.seconds:.0f}",
+        reason.replace("|", "\\|"),
+        entry.get("reading", "not read"),
+    ]
+
+
+def list_bars(scripts: list[ConvertedScript]) -> str:
+    """Return a line for each bar."""
+    runs = [script for script in scripts if script.has_run]
+    goal = [script for script in runs if script.reached >= GOAL]
+    wrong = [script for script in runs if script.entry.get("wrong")]
+    slow = [script for script in runs if script.seconds > MAX_SECONDS]
+    bars = [
+        (f"at rung {GOAL}", len(goal) >= MIN_SHARE * len(runs), goal, f"{MIN_SHARE:.0%}"),
+        ("wrong in silence, as read", not wrong, wrong, "none"),
+        (f"longer than {MAX_SECONDS} s", not slow, slow, "none"),
+    ]
+    return "\n".join(
+        f"- {'PASS' if is_met else 'FAIL'}: scripts {what}: {len(found)} of {len(runs)} (bar: {limit})"
+        for what, is_met, found, limit in bars
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("copies", type=Path)
+    parser.add_argument("--only", default="")
+    parser.add_argument("--write", action="store_true")
+    parser.add_argument(
+        "--stored", type=Path, help="A folder of reports: what is there is not run again"
+    )
+    args = parser.parse_args()
+    report = Report(
+        "convert.py", "Published scripts under `stepladder convert`", ["torch", "stepladder"], "2"
+    )
+    entries = tomllib.loads((FOLDER / "convert.toml").read_text(encoding="utf-8"))["script"]
+    chosen = args.only.split(",") if args.only else [entry["name"] for entry in entries]
+    scripts = [find_result(entry, args) for entry in entries if entry["name"] in chosen]
+    not_run = ", ".join(entry["name"] for entry in entries if entry["name"] not in chosen)
+    header = [
+        "script and arguments",
+        "commit",
+        "kind",
+        "last rung",
+        "rungs that change it",
+        "relations",
+        "seconds",
+        "why no further",
+        "by reading",
+    ]
+    runs = [script for script in scripts if script.has_run]
+    texts = [
+        table(header, [make_row(script) for script in scripts]),
+        f"{len(runs)} of {len(scripts)} scripts train as they are, with these libraries."
+        + (f" Chosen, and not run: {not_run}." if not_run else ""),
+        list_bars(scripts),
+        READING,
+    ]
+    report.finish(texts, args.write)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

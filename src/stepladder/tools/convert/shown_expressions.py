@@ -1,0 +1,90 @@
+"""Which expression of a line has shown a number."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable
+from contextlib import suppress
+
+from stepladder.tools.check.relations.shown import SHOWN_NUMBER
+from stepladder.tools.convert.source import SourceText
+
+FIELD_OF_PERCENT = re.compile(r"%(?P<name>)[-+ #0]*[\d.]*[a-zA-Z]")
+FIELD_OF_FORMAT = re.compile(r"\{(?P<name>\w*)[^{}]*\}")
+Piece = str | ast.expr  # a text, or what is shown between texts
+
+
+def find_shown_expression(file: SourceText, line: int, text: str, position: int) -> ast.expr | None:
+    """Return the expression that has shown a number; None if it is not known.
+
+    Args:
+        file: The file.
+        line: The line that shows it.
+        text: What the line has shown.
+        position: Which of the numbers in the text.
+    """
+    pieces: list[Piece] = []
+    with suppress(IndexError, ValueError):  # a text that is no plain format
+        for call in file.nodes_at(ast.Call, line)[-1:]:
+            pieces = _pieces_of_call(call)
+    pattern = "".join(re.escape(p) if isinstance(p, str) else "(.*?)" for p in pieces)
+    expressions = [piece for piece in pieces if isinstance(piece, ast.expr)]
+    number = list(SHOWN_NUMBER.finditer(text))[position]
+    if match := re.fullmatch(pattern, text, re.DOTALL):
+        for index, expression in enumerate(expressions, 1):
+            if match.start(index) <= number.start() < match.end(index):
+                return expression
+    return None
+
+
+def _pieces_of_call(call: ast.Call) -> list[Piece]:
+    arguments = [*call.args, *(item.value for item in call.keywords)]
+    match arguments:
+        case [ast.Constant(value=str() as text), _, *_] if FIELD_OF_PERCENT.search(text):
+            return _fill(FIELD_OF_PERCENT, text, lambda _, index: arguments[index + 1])
+    pieces: list[Piece] = []
+    for argument in arguments:
+        pieces += [" "] * bool(pieces) + _pieces_of(argument)
+    return pieces
+
+
+def _pieces_of(node: ast.expr) -> list[Piece]:
+    match node:
+        case ast.Constant(value=value):
+            return [str(value)]
+        case ast.JoinedStr(values=values):
+            return [piece for value in values for piece in _pieces_of(value)]
+        case ast.FormattedValue(value=value):
+            return [value]
+        case ast.Dict(keys=keys, values=values):
+            pieces: list[Piece] = []
+            for key, value in zip(keys, values, strict=True):
+                name = repr(key.value) if isinstance(key, ast.Constant) else ""
+                pieces += [", " if pieces else "{", f"{name}: ", value]
+            return [*pieces, "}"]
+        case ast.BinOp(left=ast.Constant(value=str() as text), op=ast.Mod(), right=right):
+            values = right.elts if isinstance(right, ast.Tuple) else [right]
+            return _fill(FIELD_OF_PERCENT, text, lambda _, index: values[index])
+        case ast.Call(func=ast.Attribute(ast.Constant(str() as text), "format")):
+            named = {item.arg: item.value for item in node.keywords}
+            return _fill(
+                FIELD_OF_FORMAT,
+                text,
+                lambda name, index: named.get(name) or node.args[int(name or index)],
+            )
+    return [node]
+
+
+def _fill(
+    pattern: re.Pattern[str], text: str, value_of: Callable[[str, int], ast.expr]
+) -> list[Piece]:
+    """Return a text with values in place of its fields."""
+    pieces: list[Piece] = []
+    index = end = 0
+    for match in pattern.finditer(text):
+        value = value_of(match["name"], index)
+        index += not match["name"]
+        pieces += [text[end : match.start()].replace("%%", "%"), value]
+        end = match.end()
+    return [*pieces, text[end:].replace("%%", "%")]
