@@ -71,6 +71,7 @@ ALSO_READ = {
     ): "a group that the caller's own script made has no local rank of its own",
     ("train.script_world", "LOCAL_WORLD_SIZE"): "the same",
     ("storage.run_dir", "SLURM_JOB_ID"): "the lock names the job that holds it",
+    ("tools.explain.running_job", "SLURM_JOB_ID"): "the processes of a job that it did not start",
 }
 RANK_VARIABLE = re.compile(r"(LOCAL_|GROUP_)?RANK|(LOCAL_)?WORLD_SIZE|SLURM_\w+|(PMI|OMPI|MV2)_\w+")
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import shlex
+import signal
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import click
 
@@ -36,6 +37,8 @@ class CheckFlags:
         steps: Optimizer steps per epoch; the epoch ends after them.  [default: all]
         resume: End SCRIPT after its first snapshot, start it again, and compare.
         resume_args (ARGS): Do --resume, with more arguments for the start that resumes.
+        preempt (N): Interrupt SCRIPT at N moments as a cluster does it, and start it again twice.
+        signal: The warning signal of --preempt, 20 s before SIGKILL.
         gpus: Simulate GPUs from the first start on: torch.cuda.is_available() is True.
         root (DIR): Copy this folder, which holds the working folder.  [default: the working folder,
             or the Git repository if the script needs more]
@@ -54,6 +57,8 @@ class CheckFlags:
     steps: Count | None = None
     resume: bool = False
     resume_args: str = ""
+    preempt: Count | None = None
+    signal: Literal["TERM", "USR1"] = "TERM"
     gpus: bool = False
     root: Path | None = None
     static: bool = False
@@ -106,9 +111,10 @@ def make_request(script: Path, args: tuple[str, ...], flags: CheckFlags) -> Requ
     Raises:
         InputError: --static, which runs nothing, is asked to compare a resumed run.
     """
-    resumes = flags.resume or bool(flags.resume_args)
-    if flags.static and resumes:
-        raise InputError("--resume with --static, which runs nothing", "stepladder check --resume")
+    resumes = flags.resume or bool(flags.resume_args and not flags.preempt)
+    if flags.static and (resumes or flags.preempt):
+        name = "--resume" if resumes else "--preempt"
+        raise InputError(f"{name} with --static, which runs nothing", "leave out --static")
     return Request(
         script,
         args,
@@ -123,6 +129,8 @@ def make_request(script: Path, args: tuple[str, ...], flags: CheckFlags) -> Requ
         writable_folders=writable_folders(flags.writes),
         root=flags.root.resolve() if flags.root else None,
         resume_args=split_arguments(flags.resume_args),
+        preempt=flags.preempt or 0,
+        preempt_signal=signal.Signals[f"SIG{flags.signal}"],
         shows_notes=flags.notes,
         unsafe=flags.unsafe,
     )

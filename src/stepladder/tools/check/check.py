@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 
@@ -19,12 +21,13 @@ from stepladder.tools.check.held import describe_run
 from stepladder.tools.check.isolation.sandbox import Sandbox, SandboxFolders
 from stepladder.tools.check.isolation.summary import Isolation, blame_refusal, summarize
 from stepladder.tools.check.launch_style import LaunchStyle, find_styles, finds_what_is_missing
+from stepladder.tools.check.preempt import Rehearsals
 from stepladder.tools.check.probe_settings import ProbeSettings
 from stepladder.tools.check.rank_processes import RankLaunch
 from stepladder.tools.check.recording import Recording
 from stepladder.tools.check.relations.comparison import ComparisonWithOne, compare_with_one_process
 from stepladder.tools.check.relations.frozen_runs import FrozenScript, NotComparable
-from stepladder.tools.check.resume import compare_resumed_run
+from stepladder.tools.check.resume import ResumeReport, compare_resumed_run
 from stepladder.tools.check.rules.all_rules import (
     add_measured_damage,
     apply_rules,
@@ -57,6 +60,8 @@ class Request:
         writable_folders: Folders that the script may write for real.
         root: The folder that is copied, in place of the working folder.
         resume_args: More arguments for the start that resumes.
+        preempt: At how many moments the script is interrupted as a cluster does it.
+        preempt_signal: The warning signal.
         shows_notes: Whether notes are shown that many sound scripts get.
         unsafe: Whether the script may run where no kernel protects the files outside the copy.
         relations_only: Whether no rule is applied, so that relations alone are judged.
@@ -75,6 +80,8 @@ class Request:
     writable_folders: tuple[Path, ...] = ()
     root: Path | None = None
     resume_args: tuple[str, ...] = ()
+    preempt: int = 0
+    preempt_signal: int = signal.SIGTERM
     shows_notes: bool = False
     unsafe: bool = False
     relations_only: bool = False
@@ -250,17 +257,15 @@ class Check:
             violations = drop_suppressed(comparison.findings, self.source)
             findings = drop_consequences([*findings, *violations])
             held += comparison.held
-        if self.request.resume and not not_checked:
-            launch = launch_in_new_copy(run.launch, scratch_folder, "again")
-            resumed = compare_resumed_run(evidence, launch, self.request.resume_args)
-            resume_findings = drop_suppressed(resumed.findings, self.source)
-            findings = add_measured_damage(findings, resume_findings)
-            findings = drop_consequences([*findings, *resume_findings])
-            if resumed.note:
-                self.notes.append(resumed.note)
-            if resumed.not_checked:
-                not_checked = NotChecked("resume", resumed.not_checked)
-        elif not self.request.resume and evidence.run.select(Save):
+        for report in self.restart(run, evidence, scratch_folder) if not not_checked else ():
+            more = drop_suppressed(report.findings, self.source)
+            findings = drop_consequences([*add_measured_damage(findings, more), *more])
+            held += report.held
+            if report.note:
+                self.notes.append(report.note)
+            if report.not_checked:
+                not_checked = NotChecked("resume", report.not_checked)
+        if not self.request.resume and evidence.run.select(Save):
             held.append(RESUME_NOT_COMPARED)
         self.add_findings(findings)
         return Report(
@@ -296,6 +301,18 @@ class Check:
                     text = f"on one node, where each rank has a local rank: {finding.evidence}"
                     findings.append(replace(finding, evidence=text))
         return ComparisonWithOne(findings, held)
+
+    def restart(
+        self, run: ScriptRun, evidence: RunEvidence, scratch_folder: Path
+    ) -> Iterator[ResumeReport]:
+        """Stop the script and start it again, as --resume and --preempt ask."""
+        request = self.request
+        launch_in = partial(launch_in_new_copy, run.launch, scratch_folder)
+        if request.resume:
+            yield compare_resumed_run(evidence, launch_in("again"), request.resume_args)
+        if request.preempt:
+            plan = Rehearsals(request.preempt, request.preempt_signal, request.resume_args)
+            yield plan.run(evidence, launch_in)
 
     def make_launch(
         self, scratch_folder: Path, sandbox: Sandbox, servers: ForkServers

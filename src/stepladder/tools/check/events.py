@@ -69,6 +69,10 @@ class Halt(ProbeEvent, kind="halt"):
     """A rank waits to be ended, after its first snapshot."""
 
 
+class Paused(ProbeEvent, kind="paused"):
+    """Rank 0 waits for the signal of an interruption."""
+
+
 class SnapshotFound(ProbeEvent, kind="snapshot"):
     """Between two steps, weights that are trained were written to files."""
 

@@ -127,6 +127,12 @@ class ForkedProcess:
             return server.process.wait() or -signal.SIGKILL
         return code
 
+    def send_signal(self, number: int) -> None:
+        """Send a signal to all processes of the session that this process leads, if it runs."""
+        if self.number < len(self.server.pids) and self.code is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self.server.pids[self.number], number)
+
     def kill_with_children(self) -> None:
         """Kill all processes of the session that this process leads or has led."""
         while self.number >= len(self.server.pids) and not self.server.is_over:

@@ -15,6 +15,7 @@ SIMULATED_GPUS = "STEPLADDER_PRETEND_GPUS"
 # "1", "0", or "" where the first question decides.
 SIMULATED_GPUS_AVAILABLE = "STEPLADDER_PRETEND_GPUS_ASKED"
 STACKS_SUFFIX = ".stacks"  # of the file into which a process writes its stacks
+SIGNALLED_FILE = "signalled"  # in the folder of recordings, once a signal was sent
 RANK_AND_WORLD_SIZE = ("RANK", "WORLD_SIZE")
 # What probes write into events, and rules look for.
 WEIGHT_HAS_IT = "has it before this pass"
@@ -36,6 +37,8 @@ class ProbeSettings:
         steps: The number of steps of each epoch; 0 for all.
         enough_after_s: The seconds until which more than two epochs are run.
         stop_at_snapshot: Whether ranks wait to be ended after their first snapshot.
+        pause_at: The moment at which rank 0 pauses for a signal, as "step:5"; or evaluation, save,
+            load. Empty for none.
         frozen: Which run with frozen weights this is; empty where weights move.
         neutral: Whether dropout, batch statistics and random augmentation have no effect.
         names: Whether the names of models, loaders, optimizers and schedules are recorded.
@@ -53,6 +56,7 @@ class ProbeSettings:
     steps: int = 0
     enough_after_s: float = 20.0
     stop_at_snapshot: bool = False
+    pause_at: str = ""
     frozen: Literal["", "plain", "shuffled", "reweighted"] = ""
     neutral: bool = False
     names: bool = False

@@ -31,6 +31,7 @@ from stepladder.tools.check.failure import has_own_error
 from stepladder.tools.check.fork_servers import ForkedProcess, ForkServers
 from stepladder.tools.check.forked_rank import ForkRequest
 from stepladder.tools.check.growing_files import GrowingFiles, is_blocked
+from stepladder.tools.check.interruption import Interruption
 from stepladder.tools.check.isolation.sandbox import Sandbox
 from stepladder.tools.check.probe_settings import (
     PROBE_SETTINGS,
@@ -152,6 +153,7 @@ class RankLaunch:
         is_alone: Whether one process is started.
         spawns: Whether this one process makes the ranks.
         nodes: The number of nodes that the ranks simulate.
+        interruption: What interrupts this start.
         keeps_copies: Whether ranks go on that train and have not asked for their rank.
     """
 
@@ -166,6 +168,7 @@ class RankLaunch:
     is_alone: bool = False
     spawns: bool = False
     nodes: int = 2
+    interruption: Interruption | None = None
     keeps_copies: bool = False
     timeout_s: float = 600.0
     patience_s: float = 25.0
@@ -351,6 +354,8 @@ class RunningRanks:
         now = time.monotonic()
         if added := self.files.read_added():
             self.grown_at = now
+        if self.launch.interruption:
+            self.launch.interruption.poll(added, self.processes, self.outcome.folder)
         self.outcome = replace(
             self.outcome,
             codes=self.codes,

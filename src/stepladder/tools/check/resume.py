@@ -63,11 +63,13 @@ class ResumeReport:
         findings: What differs from the unbroken run.
         note: What could not be compared.
         not_checked: Why nothing could be compared.
+        held: Lines of what was seen.
     """
 
     findings: list[Finding] = field(default_factory=list)
     note: str = ""
     not_checked: str = ""
+    held: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from stepladder.tools.check.events import (
     WrapperBuilt,
     ZeroGrad,
 )
-from stepladder.tools.check.probe import digests
+from stepladder.tools.check.probe import digests, pause
 from stepladder.tools.check.probe.hooks_wrapper import gpu_of, wrapped_models
 from stepladder.tools.check.probe.layer_outputs import layer_outputs
 from stepladder.tools.check.probe.patching import (
@@ -187,6 +187,8 @@ def record_forward(module: Any, args: Any, kwargs: Any) -> None:
     if isinstance(module, DistributedDataParallel):
         fields["sync"] = module.require_backward_grad_sync
     record(Forward(**fields))
+    if not keeps_graph:
+        pause.pause_at("evaluation")
 
 
 def kind_of_wrapper(module: Any) -> str:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from stepladder.tools.check.events import Load, Save
 from stepladder.tools.check.isolation.guard import guard_path
-from stepladder.tools.check.probe import digests
+from stepladder.tools.check.probe import digests, pause
 from stepladder.tools.check.probe.hooks_files import absolute_path, path_in_copy
 from stepladder.tools.check.probe.hooks_model import called_models
 from stepladder.tools.check.probe.patching import (
@@ -67,7 +67,8 @@ def record_save(original: Any, value: Any, file: Any, *args: Any, **kwargs: Any)
     existed = os.path.exists.__wrapped__(path)  # type: ignore[attr-defined]
     log.write_with_line(Save(path=path, existed=existed, **parts_of(value)))
     snapshot_files.watch_folder_of(path)
-    return original(value, file, *args, **kwargs)
+    original(value, file, *args, **kwargs)
+    pause.pause_within_save(path)
 
 
 def guard_jit_save(_: Any, f: Any, *__: Any, **___: Any) -> None:
@@ -88,7 +89,9 @@ def record_load(original: Any, file: Any, *args: Any, **kwargs: Any) -> Any:
     if path:
         weights_only = str(kwargs.get("weights_only", "default"))
         record(Load(path=path, weights_only=weights_only))
-    return original(file, *args, **kwargs)
+    value = original(file, *args, **kwargs)
+    pause.pause_at("load")
+    return value
 
 
 def no_parts() -> Fields:

@@ -33,7 +33,7 @@ from stepladder.tools.check.events import (
     ScheduleStep,
     ZeroGrad,
 )
-from stepladder.tools.check.probe import digests
+from stepladder.tools.check.probe import digests, pause
 from stepladder.tools.check.probe.gathered_features import gathered_features
 from stepladder.tools.check.probe.hooks_data import CheckIsDone, pass_counters
 from stepladder.tools.check.probe.hooks_model import called_models, name_of
@@ -316,6 +316,8 @@ def record_after_step(optimizer: Any, *_: Any) -> None:
         fields["shapes"] = [list(parameter.shape) for parameter in parameters]
         fields |= compare_with_models(parameters)
     record(OptimizerStep(**fields))
+    if number == 0:
+        pause.pause_at("step")
 
 
 @default_on_error(dict)

@@ -1,0 +1,252 @@
+"""R9 and R1 under preemption: a run that a cluster interrupts goes on where it was.
+
+The script is interrupted at some moments of its unbroken run, each time in a fresh copy: with a
+warning signal and SIGKILL after a time of grace, with SIGKILL at once, or by the loss of one rank.
+It is started again, interrupted once more, and started again. The first batch of each start tells
+from which step of the unbroken run it goes on.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from stepladder.core.numbers import format_count
+from stepladder.tools.check.events import (
+    Backward,
+    Forward,
+    Load,
+    OptimizerStep,
+    Save,
+    StateDictLoad,
+)
+from stepladder.tools.check.failure import has_own_error
+from stepladder.tools.check.interruption import Interruption
+from stepladder.tools.check.rank_processes import LaunchOutcome, RankLaunch, run_ranks
+from stepladder.tools.check.recording import RankLog, read_recording
+from stepladder.tools.check.resume import ResumeReport, Samples, trained_batches
+from stepladder.tools.check.rules.evidence import RunEvidence
+from stepladder.tools.findings.finding import Finding
+
+GRACE_S = 20.0  # between the warning signal and SIGKILL
+STEPS_OF_NEXT_START = 2  # before it is interrupted, too
+NOT_COMPARABLE = (
+    "--preempt: the samples of batches are not known, so nothing tells where a start goes on"
+)
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A moment at which the script is interrupted.
+
+    Args:
+        name: What the script does then.
+        pause_at: See ProbeSettings.
+        number: The signal that all ranks get.
+        last_rank_only: Whether the last rank alone gets it.
+    """
+
+    name: str
+    pause_at: str
+    number: int
+    last_rank_only: bool = False
+
+    @property
+    def is_warned(self) -> bool:
+        """Whether the script has time to save."""
+        return self.number != signal.SIGKILL
+
+    def interrupt(self, launch: RankLaunch) -> RankLaunch:
+        """Return a start that is interrupted at this moment."""
+        return replace(
+            launch,
+            settings=replace(launch.settings, pause_at=self.pause_at),
+            interruption=Interruption(self.pause_at, self.number, GRACE_S, self.last_rank_only),
+        )
+
+    def __str__(self) -> str:
+        whom = " to the last rank" if self.last_rank_only else ""
+        return f"{self.name} ({signal.Signals(self.number).name}{whom})"
+
+
+@dataclass(frozen=True)
+class InterruptedRun:
+    """What has followed one interruption.
+
+    Args:
+        moment: When it was.
+        lost: For each start after the first: the steps that are trained again; less than 0 if some
+            are left out.
+        failure: The last line of a start that failed.
+    """
+
+    moment: Moment
+    lost: tuple[int, ...] = ()
+    failure: str = ""
+
+    @property
+    def has_saved(self) -> bool:
+        """Whether nothing is trained again after the warning signal, nor left out."""
+        return self.moment.is_warned and not self.failure and not any(self.lost)
+
+
+@dataclass(frozen=True)
+class Rehearsals:
+    """What is rehearsed.
+
+    Args:
+        count: The number of moments.
+        number: The warning signal.
+        args: More arguments for the starts that resume.
+    """
+
+    count: int
+    number: int
+    args: tuple[str, ...] = ()
+
+    def run(self, evidence: RunEvidence, launch_in: Callable[[str], RankLaunch]) -> ResumeReport:
+        """Interrupt the script at each moment, and return what was lost.
+
+        Args:
+            evidence: The unbroken run.
+            launch_in: Returns how the script is started, in a fresh copy of this name.
+        """
+        unbroken = trained_batches(evidence.rank_0)
+        if not any(unbroken):
+            return ResumeReport(not_checked=NOT_COMPARABLE)
+        rehearsals = []
+        for index, moment in enumerate(choose_moments(evidence.rank_0, self.count, self.number)):
+            launch = launch_in(f"preempted-{index}")
+            rehearsals.append(rehearse_moment(moment, launch, evidence, unbroken, self.args))
+        warned = [each for each in rehearsals if each.moment.is_warned]
+        saved = sum(each.has_saved for each in warned)
+        most = max((lost for each in rehearsals for lost in each.lost), default=0)
+        samples = most * len(unbroken[0]) * len(evidence.ranks)
+        held = [
+            f"preemption: saved in {saved} of {len(warned)} after the signal; at most "
+            f"{format_count(most, 'step')} lost, {format_count(samples, 'sample')} trained again",
+            *(f"  {each.moment}: {describe(each)}" for each in rehearsals),
+        ]
+        return ResumeReport(list(find_losses(evidence, rehearsals)), held=held)
+
+
+def choose_moments(log: RankLog, count: int, number: int) -> list[Moment]:
+    """Return moments of a run, those that differ most first."""
+    steps = sum(event.optimizer == 0 for event in log.select(OptimizerStep))
+    evaluated = sum(not event.grad for event in log.select(Forward))
+    middle = max(1, steps // 2)
+    moments = [Moment(f"in step {middle}", f"step:{middle}", number)]
+    if evaluated:
+        moments.append(Moment("while it evaluates", f"evaluation:{evaluated // 2 + 1}", number))
+    if log.select(Save):
+        moments.append(Moment("while it saves", "save:1", signal.SIGKILL))
+    moments += [
+        Moment("in the first step", "step:1", number),
+        Moment("while it resumes", "load:1", number),
+        Moment(f"in step {middle}", f"step:{middle}", signal.SIGKILL, last_rank_only=True),
+    ]
+    more = count - len(moments)
+    for index in range(more):
+        step = 1 + steps * (2 * index + 1) // (2 * more)
+        moments.append(Moment(f"in step {step}", f"step:{step}", number))
+    return moments[:count]
+
+
+def rehearse_moment(
+    moment: Moment,
+    launch: RankLaunch,
+    evidence: RunEvidence,
+    unbroken: list[Samples],
+    args: tuple[str, ...],
+) -> InterruptedRun:
+    """Interrupt the script at a moment and in the start after it, and start it once more."""
+    steps = max(
+        1, sum(event.optimizer == 0 for event in evidence.rank_0.select(OptimizerStep)) // 2
+    )
+    again = Moment("", f"step:{STEPS_OF_NEXT_START}", signal.SIGTERM)
+    end = replace(again, number=signal.SIGKILL)
+    first = moment
+    if moment.pause_at.startswith("load"):  # there is something to load after an interruption alone
+        first = Moment("", f"step:{steps}", moment.number)
+        again = moment
+    resuming = replace(launch, args=(*launch.args, *args))
+    starts = [first.interrupt(launch), again.interrupt(resuming), end.interrupt(resuming)]
+    done = 0
+    lost = []
+    for index, start in enumerate(starts):
+        outcome = run_ranks(start, f"{launch.settings.copy.rpartition('/')[2]}-{index}")
+        recording = read_recording(outcome.folder, evidence.run.original, launch.settings.copy)
+        batches = trained_batches(recording.ranks[0]) if recording.ranks else []
+        has_loaded = bool(recording.select(Load, StateDictLoad))
+        begin = find_begin(unbroken, batches, done, has_loaded)
+        if begin is None or has_failed(outcome, start):
+            return InterruptedRun(moment, tuple(lost), last_error(outcome))
+        if index:
+            lost.append(done - begin)
+        done = begin + len(batches)
+    return InterruptedRun(moment, tuple(lost))
+
+
+def find_begin(
+    unbroken: list[Samples], batches: list[Samples], done: int, has_loaded: bool
+) -> int | None:
+    """Return from which batch of the unbroken run a start goes on; None if it is none of them.
+
+    A start that trains nothing, because all is done, goes on at the end. Where each epoch has the
+    same batches, it is the nearest one to the end of the last start.
+    """
+    if not batches:
+        return done
+    if not has_loaded:
+        return 0
+    same = [index for index, samples in enumerate(unbroken) if samples == batches[0]]
+    return min(same, key=lambda index: abs(index - done), default=None)
+
+
+def has_failed(outcome: LaunchOutcome, start: RankLaunch) -> bool:
+    """Return whether a start failed by itself, and was not interrupted."""
+    was_interrupted = start.interruption is not None and bool(start.interruption.signalled_at)
+    return outcome.failed and not was_interrupted
+
+
+def last_error(outcome: LaunchOutcome) -> str:
+    """Return the last line of the output of a start that failed, or went on with other batches."""
+    outputs = [outcome.output(rank).rstrip() for rank in outcome.failed_ranks]
+    causes = [*filter(has_own_error, outputs), *outputs]
+    lines = causes[0].splitlines() if causes else []
+    return lines[-1] if lines else "it goes on with batches that the unbroken run does not have"
+
+
+def describe(rehearsal: InterruptedRun) -> str:
+    """Return what followed an interruption."""
+    texts = [count_lost(lost) for lost in rehearsal.lost]
+    if rehearsal.failure:
+        texts.append(f"the next start fails: {rehearsal.failure}")
+    return "; interrupted again: ".join(texts)
+
+
+def count_lost(lost: int) -> str:
+    if lost < 0:
+        return f"{format_count(-lost, 'step')} left out"
+    return f"{format_count(lost, 'step')} lost"
+
+
+def find_losses(evidence: RunEvidence, rehearsals: list[InterruptedRun]) -> Iterator[Finding]:
+    """Yield the worst failure, and the worst loss after a warning signal."""
+    failed = next((each for each in rehearsals if each.failure), None)
+    loads = evidence.rank_0.select(Load)
+    backwards = evidence.rank_0.select(Backward)
+    line = loads[0].at if loads else backwards[0].at if backwards else None
+    if failed:
+        text = f"interrupted {failed.moment}, {describe(failed)}"
+        yield evidence.finding("preempted", line, text, severity="error")
+    unsaved = [each for each in rehearsals if each.moment.is_warned and any(each.lost)]
+    if unsaved:
+        worst = max(unsaved, key=lambda each: max(map(abs, each.lost)))
+        yield evidence.finding(
+            "preempted",
+            line,
+            f"interrupted {worst.moment}: {describe(worst)}, in {len(unsaved)} of "
+            f"{sum(each.moment.is_warned for each in rehearsals)} rehearsals",
+        )

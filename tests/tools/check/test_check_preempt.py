@@ -1,0 +1,97 @@
+"""check --preempt: what scripts lose that a cluster interrupts, and where they go on."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+
+from check_recordings import evidence_of, forward, train_pass
+from preemptions import KINDS, write_script
+from processes import refused, run
+from stepladder.tools.check.preempt import Moment, choose_moments, find_begin
+
+UNBROKEN = [(0, 1), (2, 3), (0, 1), (4, 5)]
+
+
+def check(kind: str, folder: Path, *flags: object) -> tuple[int, list[str], list[str]]:
+    """Return the exit code, the evidence of findings, and the lines of the rehearsals."""
+    write_script(kind, folder)
+    done = run("check", "--json", "--preempt", 3, *flags, "train.py", cwd=folder)
+    report = json.loads(done.stdout)
+    assert {finding["rule"] for finding in report["findings"]} <= {"preempted"}
+    seen = [finding["evidence"] for finding in report["findings"]]
+    begin = next(i for i, line in enumerate(report["held"]) if line.startswith("preemption: "))
+    return done.returncode, seen, report["held"][begin:]
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_a_script_that_saves_on_the_signal_loses_nothing(tmp_path: Path) -> None:
+    code, seen, lines = check("right", tmp_path)
+    assert (code, seen) == (0, [])
+    assert lines == [
+        "preemption: saved in 2 of 2 after the signal; at most 10 steps lost, 160 samples trained "
+        "again",
+        "  in step 20 (SIGTERM): 0 steps lost; interrupted again: 0 steps lost",
+        "  while it evaluates (SIGTERM): 0 steps lost; interrupted again: 0 steps lost",
+        "  while it saves (SIGKILL): 10 steps lost; interrupted again: 0 steps lost",
+    ]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["train.py"]
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "evidence"),
+    [
+        ("no handler", "interrupted in step 20 (SIGTERM): 10 steps lost; interrupted again: 2 st"),
+        ("goes on with the next epoch", "steps left out"),
+        ("saves over the only snapshot", "interrupted while it saves (SIGKILL), the next start fa"),
+        ("the second resume begins at the first epoch", "0 steps lost; interrupted again: 33 st"),
+    ],
+)
+def test_a_mistake_is_named_with_what_it_costs(kind: str, evidence: str, tmp_path: Path) -> None:
+    code, seen, _ = check(kind, tmp_path)
+    assert code == 1 and any(evidence in text for text in seen), seen
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_another_signal_is_sent_if_asked(tmp_path: Path) -> None:
+    kind = "right, stopped by USR1 too"
+    code, seen, lines = check(kind, tmp_path, "--signal", "USR1")
+    assert (code, seen) == (0, []) and "(SIGUSR1): 0 steps lost" in lines[1]
+
+
+def test_moments_differ_and_come_from_the_run() -> None:
+    log = evidence_of([*train_pass(1, [[0, 1], [2, 3]]), forward(grad=False)]).rank_0
+    moments = choose_moments(log, 7, signal.SIGTERM)
+    assert [moment.pause_at for moment in moments] == [
+        "step:1", "evaluation:1", "step:1", "load:1", "step:1", "step:1", "step:2"
+    ]  # fmt: skip
+    assert str(moments[4]) == "in step 1 (SIGKILL to the last rank)"
+    assert choose_moments(log, 1, signal.SIGUSR1) == [Moment("in step 1", "step:1", signal.SIGUSR1)]
+
+
+def test_a_start_goes_on_at_the_nearest_of_equal_batches() -> None:
+    assert find_begin(UNBROKEN, [(0, 1)], 3, has_loaded=True) == 2
+    assert find_begin(UNBROKEN, [(0, 1)], 3, has_loaded=False) == 0
+    assert find_begin(UNBROKEN, [(9, 9)], 3, has_loaded=True) is None
+    assert find_begin(UNBROKEN, [], 4, has_loaded=False) == 4
+
+
+def test_bad_flags_are_one_line(tmp_path: Path) -> None:
+    write_script("right", tmp_path)
+    done = run("check", "--preempt", 3, "--static", "train.py", cwd=tmp_path)
+    refused(done, "--preempt with --static, which runs nothing")
+    refused(run("check", "--preempt", 0, "train.py", cwd=tmp_path), "--preempt")
+
+
+def test_each_kind_changes_the_script(tmp_path: Path) -> None:
+    texts = {write_script(kind, tmp_path).read_text() for kind in KINDS}
+    assert len(texts) == len(KINDS)
+    for text in texts:
+        compile(text, "train.py", "exec")
