@@ -173,7 +173,7 @@ def rehearse_moment(
     resuming = replace(launch, args=(*launch.args, *args))
     starts = [first.interrupt(launch), again.interrupt(resuming), end.interrupt(resuming)]
     done = 0
-    lost = []
+    lost: list[int] = []
     for index, start in enumerate(starts):
         outcome = run_ranks(start, f"{launch.settings.copy.rpartition('/')[2]}-{index}")
         recording = read_recording(outcome.folder, evidence.run.original, launch.settings.copy)
