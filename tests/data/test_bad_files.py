@@ -107,7 +107,7 @@ def test_a_column_of_several_types_is_refused_in_any_batch(rows: str, tmp_path: 
     """One batch of it would be numbers, and the next one texts."""
     path = tmp_path / "a.jsonl"
     path.write_text("".join(f'{{"x": {value}}}\n' for value in rows.split()))
-    with pytest.raises(InputError, match="column x has values of several types: "):
+    with pytest.raises(InputError, match=r"column x .* has values of several types: "):
         open_data(path).read(np.arange(2))
 
 

@@ -58,6 +58,10 @@ def link(name: str, target: str) -> Make:
     return make
 
 
+def hard_link(name: str, target: str) -> Make:
+    return lambda folder: (folder / name).hardlink_to(folder / target)
+
+
 def csv(text: str | bytes, name: str = "a_dot_csv") -> Make:
     return files(**{name: text})
 
@@ -131,6 +135,41 @@ def pages(folder: Path) -> None:
     (folder / "a").mkdir()
     page = Image.new("RGB", (2, 1))
     page.save(folder / "a" / "0.tif", save_all=True, append_images=[page])
+
+
+def photo(second_size: tuple[int, int]) -> Make:
+    """Write a photo with a second picture of some size in it, as telephones do."""
+
+    def make(folder: Path) -> None:
+        (folder / "a").mkdir()
+        second = Image.new("RGB", second_size)
+        first = Image.new("RGB", (16, 8))
+        first.save(folder / "a/0.jpg", format="MPO", save_all=True, append_images=[second])
+
+    return make
+
+
+def mds(names: int, shards: int) -> Make:
+    """Write a folder of MDS, whose index names its first shard some times, and copy the shard.
+
+    Args:
+        names: How often the index names the shard.
+        shards: How many files there are.
+    """
+
+    def make(folder: Path) -> None:
+        write_mds(folder)
+        index = json.loads((folder / "index.json").read_text())
+        for path in folder.glob("*.mds"):
+            if path.name != index["shards"][0]["raw_data"]["basename"]:
+                path.unlink()
+        index["shards"] = index["shards"][:1] * names
+        (folder / "index.json").write_text(json.dumps(index))
+        for number in range(1, shards):
+            content = (folder / "shard.00000.mds").read_bytes()
+            (folder / f"shard.{number:05d}.mds").write_bytes(content)
+
+    return make
 
 
 def cut(make: Make, name: str, num_bytes: int) -> Make:
@@ -266,6 +305,16 @@ RIGHT: dict[str, tuple[Make, dict[str, Any], dict[str, list[Any]]]] = {
         {"columns": ["cls"]},
         {"cls": [4]},
     ),
+    "True and False in lists": (
+        jsonl('{"x": [true], "y": [[true, 2]]}\n' * 2),
+        {},
+        {"x": [[True]] * 2, "y": [[[True, 2]]] * 2},
+    ),
+    "colons in texts and in objects": (
+        jsonl('{"x": "\\":, \\" :", "y": {"a": {"b": 1}}}\n'),
+        {},
+        {"x": ['":, " :'], "y": [{"a": {"b": 1}}]},
+    ),
     "nulls among texts": (table(x=["a", None]), {}, {"x": ["a", None]}),
     "lists of several lengths": (jsonl('{"x": [1]}\n{"x": []}\n'), {}, {"x": [[1], []]}),
     "nested columns": (table(x=[{"a": 1}]), {}, {"x": [{"a": 1}]}),
@@ -279,6 +328,21 @@ RIGHT: dict[str, tuple[Make, dict[str, Any], dict[str, list[Any]]]] = {
         steps(image("a/0.png", "P"), image("b/1.jpg", "CMYK"), image("b/2.PNG", "LA")),
         {"columns": ["label"]},
         {"label": [0, 1, 1]},
+    ),
+    "a photo with a smaller copy of itself": (
+        photo((8, 4)),
+        {"columns": ["label"]},
+        {"label": [0]},
+    ),
+    "tokens whose last ones fill no block": (
+        tokens(*range(7)),
+        {"block": 2},
+        {"tokens": [[0, 1, 2], [2, 3, 4], [4, 5, 6]]},
+    ),
+    "an empty file of tokens beside others": (
+        steps(tokens(1, 2, 3), files(b_dot_bin="")),
+        {"block": 2},
+        {"tokens": [[1, 2, 3]]},
     ),
     "files of a pattern": (
         files(train_1_dot_jsonl=ONE, test_1_dot_jsonl=TWO),
@@ -325,15 +389,67 @@ REFUSED: dict[str, tuple[Make, dict[str, Any], str]] = {
         "record 256: x: '' is no whole number",
     ),
     "a number too large for float32, CSV": (csv("x\n1e39\n"), {}, "too large for float32"),
-    "a number too large for float32, JSON": (jsonl('{"x": 1e39}\n'), {}, "or of float32"),
+    "a number too large for float32, JSON": (jsonl('{"x": 1e39}\n'), {}, "too large for float32"),
     "two values of one name": (jsonl('{"x": 1, "x": 2}\n'), {}, "two values have the same name"),
+    "a late value of a name that is there twice": (
+        jsonl(ONE * 300 + '{"x": 1, "\\u0078": 2}\n'),
+        {},
+        "record 300: two values have the same name, of x",
+    ),
+    "an object in a list with two values of one name": (
+        jsonl('{"x": []}\n' * 300 + '{"x": [{"a:": 1, "a:": 2}]}\n'),
+        {},
+        "record 300: two values have the same name, of a:",
+    ),
+    "two hard links of a file": (
+        steps(jsonl(ONE), hard_link("b.jsonl", "a.jsonl")),
+        {},
+        "a.jsonl and .*b.jsonl are one file",
+    ),
+    "two hard links of a file and a link": (
+        steps(files(a__a_dot_jsonl=ONE), hard_link("b", "a/a.jsonl"), link("c.jsonl", "b")),
+        {},
+        "a.jsonl and .*c.jsonl are one file",
+    ),
+    "a shard that the index of MDS does not name": (
+        mds(names=1, shards=2),
+        {},
+        "index.json does not name .*shard.00001.mds",
+    ),
+    "the same, of a given format": (
+        mds(names=1, shards=2),
+        {"format": "mds"},
+        "index.json does not name .*shard.00001.mds",
+    ),
+    "a shard that the index of MDS names twice": (mds(names=2, shards=1), {}, "are one file"),
+    "two pictures in a photo": (photo((16, 8)), {}, "it has 2 pages, of which one would be read"),
+    "a file with too few tokens for a block": (
+        steps(tokens(1, 2, 3), files(b_dot_bin=b"\1\0\2\0")),
+        {"block": 2},
+        "b.bin has 2 tokens, too few for one sample of block=2",
+    ),
+    "a type that pyarrow does not select rows of": (
+        table(x=pa.array(["a"], pa.string_view())),
+        {},
+        "a.parquet: .*string_view",
+    ),
+    "two values of one name in a tar file": (
+        tar(("0.json", b'{"x": 1, "x": 1}')),
+        {},
+        "record 0: two values have the same name",
+    ),
     "a table of Delta": (
         steps(table(x=[1]), files(_delta_log__0_dot_json="{}")),
         {},
         "_delta_log/0.json in .* unfinished or internal",
     ),
     "a number of 65 bits, CSV": (csv(f"x\n{2**64}\n"), {}, "too large for int64"),
-    "a number of 65 bits, JSON": (jsonl(f'{{"x": {2**64}}}\n'), {}, "more than 64 bits"),
+    "a number of 65 bits, JSON": (jsonl(f'{{"x": {2**64}}}\n'), {}, "too large for int64"),
+    "a number of 65 bits in a tar file": (
+        tar(("0.cls", b"18446744073709551616")),
+        {},
+        "column cls",
+    ),
     "other columns in a second CSV file": (
         files(a_dot_csv="x,y\n1,2\n", b_dot_csv="y,x\n1,2\n"),
         {},
@@ -343,7 +459,7 @@ REFUSED: dict[str, tuple[Make, dict[str, Any], str]] = {
     "a JSON file of several lines": (jsonl('{\n"x": 1\n}\n'), {}, "record 0"),
     "a later key": (jsonl(ONE + '{"x": 1, "y": 2}\n'), {}, "record 1 has y, and the first"),
     "a missing key": (jsonl(ONE + '{"y": 2}\n'), {}, "record 1 has no x"),
-    "a null among numbers": (jsonl(ONE + '{"x": null}\n'), {}, "column x has an empty value"),
+    "a null among numbers": (jsonl(ONE + '{"x": null}\n'), {}, "column x .*has an empty value"),
     "a cut line": (jsonl(ONE + '{"x": 1'), {}, "record 1"),
     "a compressed file beside others": (
         files(a_dot_jsonl=ONE, b_dot_jsonl_dot_gz=gzip.compress(TWO.encode())),
@@ -564,6 +680,35 @@ def test_a_kind_of_files_is_refused_in_one_line(
     with pytest.raises(InputError, match=message) as error:
         read_all(tmp_path, options, monkeypatch)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("form", ["{}", "[{}, 1]", "[[{}, 1]]"])
+@pytest.mark.parametrize(
+    "first, other",
+    [
+        ("0.5", "1e39"),
+        ("0.5", "1e400"),
+        ("1", "9223372036854775808"),
+        ("1", "18446744073709551615"),
+        ("1", "true"),
+    ],
+)
+def test_a_number_that_an_array_would_change_is_named(
+    first: str, other: str, form: str, tmp_path: Path
+) -> None:
+    values = [first] * 256 + [other]
+    jsonl("".join(f'{{"x": {form.format(value)}}}\n' for value in values))(tmp_path)
+    source = open_data(tmp_path)
+    with pytest.raises(InputError, match="record 256"):
+        source.read(np.arange(257))
+    assert [damage.first for damage in source.find_damage()] == [256]
+
+
+@pytest.mark.parametrize("form", ["[{}, 1]", "[[{}, 1]]"])
+def test_a_column_of_identifiers_of_64_bits_is_not_rounded(form: str, tmp_path: Path) -> None:
+    jsonl(f'{{"x": {form.format(2**64 - 1)}}}\n{{"x": {form.format(2)}}}\n')(tmp_path)
+    with pytest.raises(InputError, match=r"record 0: x .* too large for int64"):
+        open_data(tmp_path).read(np.arange(2))
 
 
 # -- the same files as those that a state or a run was begun with ----------------------------------

@@ -4,7 +4,6 @@ source.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Callable
@@ -425,7 +424,7 @@ def read_numbers(file: Path) -> list[Any]:
 def test_a_faster_library_for_json_changes_no_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lists = "[0.1, 2]", "[NaN, 1e400]", "[9007199254740993, -0.0]"
+    lists = "[0.1, 2]", "[NaN, -Infinity]", "[9007199254740993, -0.0]"
     texts = [f'{{"x": {x}, "y": {y}, "z": "{x}"}}' for x, y in zip(lists, (1, 2.5, 7), strict=True)]
     (tmp_path / "a.jsonl").write_text("\n".join(texts))
     rows = "1,.5,a", "-0,+1,b", '" 3",inf,"c, d"'
@@ -433,7 +432,7 @@ def test_a_faster_library_for_json_changes_no_bit(
     for name in ("a.jsonl", "a.csv"):
         fast = read_numbers(tmp_path / name)
         with monkeypatch.context() as patch:
-            patch.setattr(json_values, "decode_fast", json.loads)
+            patch.setattr(json_values, "decode_json", json_values.parse_carefully)
             assert repr(read_numbers(tmp_path / name)) == repr(fast)
 
 
@@ -459,7 +458,7 @@ def test_a_number_of_more_than_64_bits_is_not_rounded(name: str, tmp_path: Path)
     rows = {"a.jsonl": ['{"x": 1}', '{"x": 9223372036854775808}'], "a.csv": ["x", "1", str(2**63)]}
     (tmp_path / name).write_text("\n".join(rows[name]))
     source = open_data(tmp_path / name)
-    with pytest.raises(InputError, match=f"{name}: record 1: x.* (64 bits|too large for int64)"):
+    with pytest.raises(InputError, match=f"{name}: record 1: x.* too large for int64"):
         source.read(np.arange(2))
 
 

@@ -117,6 +117,27 @@ def test_read_mnist_names_the_missing_file(tmp_path, name):
         read_mnist(tmp_path)
 
 
+def test_a_fifth_file_is_not_left_out(tmp_path):
+    mnist_folder(tmp_path)
+    (tmp_path / "notes-ubyte.txt").write_text("")
+    assert len(read_mnist(tmp_path).test_labels) == len(DIGITS)
+    (tmp_path / "extra-images-idx3-ubyte.gz").write_bytes(b"")
+    with pytest.raises(InputError, match=r"extra-images-idx3-ubyte\.gz is none of the four files"):
+        read_mnist(tmp_path)
+
+
+def test_a_file_and_a_compressed_one_must_be_the_same(tmp_path):
+    mnist_folder(tmp_path)
+    compressed = tmp_path / "train-images-idx3-ubyte.gz"
+    plain = compressed.with_suffix("")
+    content = gzip.decompress(compressed.read_bytes())
+    plain.write_bytes(content)
+    np.testing.assert_array_equal(read_mnist(tmp_path).train_images, PIXELS)
+    plain.write_bytes(content[:-1] + b"\xfe")
+    with pytest.raises(InputError, match=r"ubyte\.gz and .*ubyte differ. HINT: one of them"):
+        read_mnist(tmp_path)
+
+
 @pytest.mark.parametrize(
     "changed, message",
     [

@@ -322,7 +322,7 @@ def test_what_open_data_reads_and_a_resume(
 
 BAD_JSON_LINES = {
     "type": ('{"n": 1}\n' * 5000 + '{"n": "one"}\n', "record 5000: n has another type"),
-    "null": ('{"n": 1}\n{"n": null}\n', "column n has an empty value"),
+    "null": ('{"n": 1}\n{"n": null}\n', "has an empty value"),
     "columns": ('{"n": 1}\n{"m": 1}\n', "record 1 has no n"),
     "a torn line": ('{"n": 1}\n{"n"', "record 1: "),
     "texts": ('{"n": "one"}\n', "column n is str, not numbers"),

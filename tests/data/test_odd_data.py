@@ -76,6 +76,12 @@ ODD: dict[str, tuple[Callable[[Path], Any], str, tuple[str, ...], str]] = {
         ("--dtype", "a=uint8"),
         "record 0: a: '300' is too large for uint8",
     ),
+    "neither 0 nor 1 for a bool": (
+        text("x.csv", "a\n1\n2\n"),
+        "x.csv",
+        ("--dtype", "a=bool"),
+        "record 1: a: '2' is too large for bool",
+    ),
     "too large for a float": (
         text("x.csv", "a\n1e39\n"),
         "x.csv",

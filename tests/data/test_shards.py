@@ -261,6 +261,32 @@ def test_a_file_that_may_hold_samples_is_not_left_out(tmp_path: Path, name: str)
     refused(tmp_path, f"{name} is no file of the shards")
 
 
+@pytest.mark.parametrize("how", [os.link, os.symlink], ids=["hard", "symbolic"])
+def test_a_link_to_a_plain_file_does_not_repeat_its_rows(tmp_path: Path, how: Any) -> None:
+    how(plain(tmp_path / "a.h5", x=np.arange(5)), tmp_path / "b.h5")
+    refused(tmp_path, "a.h5 and", "b.h5 are one file")
+
+
+def test_a_shard_that_the_index_does_not_name_is_not_left_out(folder: Path) -> None:
+    plain(folder / "z.h5", x=np.arange(5))
+    refused(folder, "z.h5 is no file of the shards")
+
+
+def test_an_array_of_another_file_that_is_missing_is_not_filled(tmp_path: Path) -> None:
+    layout = h5py.VirtualLayout((10,), "i8")
+    for number in (0, 1):
+        source = plain(tmp_path / f"{number}.part", x=np.arange(5) + 5 * number)
+        layout[5 * number : 5 * number + 5] = h5py.VirtualSource(source, "x", (5,))
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file.create_virtual_dataset("x", layout, fillvalue=-1)
+    assert read(tmp_path / "a.h5", np.arange(10))["x"].tolist() == list(range(10))
+    with h5py.File(source, "a") as file:
+        file.move("x", "y")
+    refused(tmp_path / "a.h5", "1.part has no x")
+    source.unlink()
+    refused(tmp_path / "a.h5", "1.part")
+
+
 def test_a_column_that_is_not_there(folder: Path) -> None:
     refused(
         folder,

@@ -60,6 +60,14 @@ def load_json(path: Path, kind: type[Kind], hint: str, label: str = "") -> Kind:
         raise InputError(message, hint) from error
 
 
+def make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the values of a JSON object by name. Raises ValueError if two have the same name."""
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        raise ValueError(f"two values have the same name, of {', '.join(values)}")
+    return values
+
+
 def parse_json(text: str | bytes, kind: type[Kind]) -> Kind:
     """Return the value of a JSON text.
 
@@ -71,7 +79,7 @@ def parse_json(text: str | bytes, kind: type[Kind]) -> Kind:
         ValueError: It is no JSON, or no value of this type.
     """
     try:
-        value = json.loads(text)
+        value = json.loads(text, object_pairs_hook=make_object)
     except RecursionError as error:
         raise ValueError(NESTED_TOO_DEEPLY) from error
     except ValueError as error:

@@ -159,9 +159,18 @@ def has_mnist_files(data_dir: Path) -> bool:
 
 
 def find_mnist_files(data_dir: Path) -> dict[str, Path]:
-    """Return the paths of the four files by field of Mnist. Raises InputError if one is missing."""
+    """Return the paths of the four files by field of Mnist.
+
+    Raises:
+        InputError: One is missing, or a fifth one is there.
+    """
     if not data_dir.is_dir():
         raise InputError(f"there is no folder {data_dir}", download_hint(data_dir))
+    for other in sorted(data_dir.glob("[!.]*-ubyte*")):
+        name = other.name.removesuffix(".gz")
+        if name.endswith("-ubyte") and name not in MNIST_FILES.values():
+            hint = f"a folder of its own for {other.name}"
+            raise InputError(f"{other} is none of the four files of MNIST beside it", hint)
     paths = {}
     for field, name in MNIST_FILES.items():
         path = find_gzip_or_plain(data_dir, name)

@@ -6,6 +6,8 @@ import fcntl
 import hashlib
 import io
 import os
+import struct
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -92,12 +94,27 @@ def find_gzip_or_plain(folder: Path, *names: str) -> Path | None:
     """Return the first of these files that exists, as NAME.gz or NAME, or None.
 
     NAME.gz comes first, because `stepladder data get` checks and replaces that one.
+
+    Raises:
+        InputError: Both are there, and NAME.gz is not the other one compressed.
     """
     for name in names:
-        for path in (folder / f"{name}.gz", folder / name):
-            if path.is_file():
-                return path
+        compressed = folder / f"{name}.gz"
+        plain = folder / name
+        if compressed.is_file():
+            if plain.is_file() and not _is_compressed(plain, compressed):
+                raise InputError(f"{compressed} and {plain} differ", "one of them")
+            return compressed
+        if plain.is_file():
+            return plain
     return None
+
+
+def _is_compressed(plain: Path, compressed: Path) -> bool:
+    """Return whether a file of gzip ends with the checksum and the length of another file."""
+    data = plain.read_bytes()
+    trailer = struct.pack("<II", zlib.crc32(data), len(data) & 0xFFFFFFFF)
+    return compressed.read_bytes().endswith(trailer)
 
 
 def open_locked(path: Path) -> io.FileIO:

@@ -204,7 +204,7 @@ def open_tokens(files: list[DataFile], options: OpenOptions) -> _ArraySource:
             kind = dtype
             count = file.size // np.dtype(dtype).itemsize
         _validate_end(file, begin + count * np.dtype(kind).itemsize)
-        arrays.append({"tokens": _divide_tokens(begin, count, kind, block)})
+        arrays.append({"tokens": _divide_tokens(file, begin, count, kind, block)})
     return _ArraySource("tokens", files, arrays, options)
 
 
@@ -246,8 +246,15 @@ def _require_block(file: DataFile, options: OpenOptions) -> int:
     return options.block
 
 
-def _divide_tokens(begin: int, count: int, dtype: str, block: int) -> _Rows:
-    """Return blocks of tokens; the last token of a block is the first one of the next block."""
+def _divide_tokens(file: DataFile, begin: int, count: int, dtype: str, block: int) -> _Rows:
+    """Return blocks of tokens; the last token of a block is the first one of the next block.
+
+    Raises:
+        InputError: The file has tokens, and not one block.
+    """
+    if 0 < count <= block:
+        problem = f"{file.name} has {count} tokens, too few for one sample of block={block}"
+        raise InputError(problem, "a smaller block=, or the other files alone")
     size = np.dtype(dtype).itemsize
     return _Rows(begin, block * size, max(0, (count - 1) // block), (block + 1,), dtype)
 
@@ -263,7 +270,8 @@ def open_npy(files: list[DataFile], options: OpenOptions) -> _ArraySource:
     for file in files:
         begin, shape, dtype = _find_numbers(file)
         if len(shape) == 1 and options.block is not None:
-            arrays.append({"tokens": _divide_tokens(begin, shape[0], dtype, options.block)})
+            rows = _divide_tokens(file, begin, shape[0], dtype, options.block)
+            arrays.append({"tokens": rows})
             continue
         row_bytes = math.prod(shape[1:]) * np.dtype(dtype).itemsize
         arrays.append({"array": _Rows(begin, row_bytes, shape[0], shape[1:], dtype)})

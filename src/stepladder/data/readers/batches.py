@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from torch.utils.data import default_collate
 
-from stepladder.core.errors import InputError, to_one_line
+from stepladder.core.errors import InputError, as_input_error, to_one_line
 from stepladder.data.table import Ragged
 
 Decode = Callable[[dict[str, Any]], Any]
 Sample = dict[str, Any]
+INT64 = np.dtype(np.int64)
+FLOAT32 = np.dtype(np.float32)
+NUMBER_TYPES = {bool: np.dtype(np.bool_), int: INT64, float: FLOAT32}
 DECODE_HINT = "decode=FUNCTION, which makes numbers or tensors of one shape of a sample"
 
 
@@ -32,24 +35,51 @@ def collate_decoded(samples: list[Sample], decode: Decode) -> Any:
         ) from error
 
 
+def find_kind(values: Sequence[Any]) -> type:
+    """Return bool, int or float if that is the type of all values, else object.
+
+    Whole numbers among fractions are float.
+    """
+    kinds = set(map(type, values))
+    if kinds == {int, float}:
+        return float
+    return kinds.pop() if len(kinds) == 1 and kinds <= NUMBER_TYPES.keys() else object
+
+
+def round_numbers(numbers: Sequence[Any], dtype: np.dtype[Any]) -> np.ndarray:
+    """Return numbers as an array. Raises OverflowError if one of them does not fit its type."""
+    if dtype.kind == "b" and not {0, 1}.issuperset(numbers):
+        raise OverflowError(f"too large for {dtype}")
+    if dtype.kind != "f":
+        return np.asarray(numbers, dtype)
+    with np.errstate(over="raise"):
+        try:
+            return np.asarray(numbers, np.float64).astype(dtype)
+        except FloatingPointError as error:
+            raise OverflowError(f"too large for {dtype}") from error
+
+
 def stack_values(name: str, values: list[Any]) -> Any:
     """Return the values of one column as an array, as Ragged, or as the list that they are.
 
     Raises:
-        InputError: They are arrays of several shapes, numbers and something else, or some are
-            missing.
+        InputError: They are arrays of several shapes, numbers and something else, some are missing,
+            or one has more than 64 bits.
     """
     first = values[0]
-    if isinstance(first, (bool, int, float, np.generic)):
+    kinds = set(map(type, values))
+    if any(issubclass(kind, (bool, int, float, np.generic)) for kind in kinds):
         hint = f"columns= without it, or {DECODE_HINT}"
         if any(value is None for value in values):
             raise InputError(f"column {name} has an empty value", hint)
-        kinds = {type(value) for value in values}
         if len(kinds) > 1 and kinds != {int, float}:
             names = ", ".join(sorted(kind.__name__ for kind in kinds))
             raise InputError(f"column {name} has values of several types: {names}", hint)
-        dtype = np.float32 if float in kinds else None  # of a text; others say their type
-        return np.asarray(values, dtype)
+        dtype = NUMBER_TYPES.get(find_kind(values))
+        if dtype is None:  # numbers of NumPy, which say their type
+            return np.asarray(values)
+        with as_input_error(f"column {name}", hint, (OverflowError,)):
+            return round_numbers(values, dtype)
     if not isinstance(first, np.ndarray):
         return values
     shapes = {value.shape for value in values}
@@ -84,8 +114,14 @@ def decode_image(data: bytes) -> np.ndarray:
             if image.mode[0] in "IF":
                 raise ValueError(f"values of mode {image.mode} would be cut to 8 bits")
             pages = getattr(image, "n_frames", 1)
-            if pages > 1 and image.format != "MPO":  # a photo with smaller copies of itself
-                raise ValueError(f"it has {pages} pages, of which one would be read")
+            size = image.size
+            for page in range(1, pages):
+                image.seek(page)
+                # A photo may have smaller copies and maps of itself.
+                if image.format != "MPO" or image.size == size:
+                    raise ValueError(f"it has {pages} pages, of which one would be read")
+            if pages > 1:
+                image.seek(0)
             return np.asarray(image.convert("RGB"))
     except (UnidentifiedImageError, OSError, Image.DecompressionBombError, SyntaxError) as error:
         raise ValueError(f"no image ({to_one_line(error)})") from error

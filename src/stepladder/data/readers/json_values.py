@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
 import re
-from array import array
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -13,78 +13,76 @@ from typing import Any
 
 import numpy as np
 
-from stepladder.data.readers.batches import Sample, stack_values
+from stepladder.core.typed_file import make_object
+from stepladder.data.readers.batches import (
+    NUMBER_TYPES,
+    Sample,
+    find_kind,
+    round_numbers,
+    stack_values,
+)
 from stepladder.data.table import Ragged
 
-DecodeJson = Callable[[bytes | str], Any]
 # Numbers as all programs write them: no leading zeros, no underscores, no digits of other scripts.
 PLAIN_NUMBER = re.compile(
     r"\s*[-+]?(?:(?:(?:0|[1-9][0-9]*)(?:\.[0-9]*)?|\.[0-9]+)(?:e[-+]?[0-9]+)?|nan|inf|infinity)\s*",
     re.IGNORECASE,
 )
-INT64 = np.dtype(np.int64)
-FLOAT32 = np.dtype(np.float32)
-NUMBER_KINDS = "bif"  # NumPy's letters for the types of bool, int and float
+# What ends the name of a value; in a text it is an escaped quotation mark with a colon.
+NAME_END = re.compile(rb'"\s*:')
 
-decode_fast: DecodeJson = json.loads
+
+def _parse_finite(text: str) -> float:
+    """Return a fraction. Raises ValueError for one such as 1e400, which Python takes for inf."""
+    number = float(text)
+    if math.isinf(number):
+        raise ValueError(f"{text:.80} is too large")
+    return number
+
+
+def parse_carefully(data: bytes) -> Any:
+    """Return a JSON value as Python's json reads it: NaN is valid, and errors name the position.
+
+    Args:
+        data: The text.
+
+    Raises:
+        ValueError: It is no JSON, or an object in it has two values of one name.
+    """
+    try:
+        return json.loads(data, object_pairs_hook=make_object, parse_float=_parse_finite)
+    except RecursionError as error:
+        raise ValueError("its lists are nested too deeply") from error
+
+
+# Returns a JSON value as `parse_carefully` does.
+decode_json: Callable[[bytes], Any] = parse_carefully
 try:
     import msgspec
 except ImportError:
     pass
 else:
-    decode_fast = msgspec.json.Decoder().decode  # takes a third of the time of json.loads
+    decode_fast = msgspec.json.Decoder().decode
+
+    def decode_json(data: bytes) -> Any:
+        """Return a JSON value as `parse_carefully` does, of most records in a third of the time."""
+        try:
+            value = decode_fast(data)
+        except (ValueError, RecursionError):
+            return parse_carefully(data)
+        # Of two values of one name, msgspec takes one: there are more names than values then.
+        num_names = len(value) if isinstance(value, dict) else 0
+        if data.count(b":") == num_names or len(NAME_END.findall(data)) == num_names:
+            return value
+        return parse_carefully(data)
 
 
 def parse_object(data: bytes) -> Sample:
     """Return the JSON object that a record is. Raises ValueError if it is none."""
-    try:
-        value = decode_fast(data)
-    except (ValueError, RecursionError):
-        value = parse_carefully(data)
+    value = decode_json(data)
     if not isinstance(value, dict):
         raise ValueError("it is no JSON object")
     return value
-
-
-def parse_unique(data: bytes) -> Sample:
-    """Return the JSON object that a record is, as `parse_object` does.
-
-    Args:
-        data: The record.
-
-    Raises:
-        ValueError: It is no JSON object.
-        LookupError: It has two values of one name, or an object in it has.
-    """
-    sample = parse_object(data)
-    json.loads(data, object_pairs_hook=_validate_unique)
-    return sample
-
-
-def _validate_unique(pairs: list[tuple[str, Any]]) -> None:
-    """Raise LookupError if two of the pairs have the same name."""
-    names = [name for name, _ in pairs]
-    if len(set(names)) < len(names):
-        raise LookupError(f"two values have the same name, of {', '.join(names)}")
-
-
-def _round_numbers(numbers: list[Any], dtype: np.dtype[Any]) -> np.ndarray:
-    """Return numbers as an array. Raises OverflowError if one of them does not fit its type."""
-    if dtype.kind != "f":
-        return np.asarray(numbers, dtype)
-    with np.errstate(over="raise"):
-        try:
-            return np.asarray(numbers, np.float64).astype(dtype)
-        except FloatingPointError as error:
-            raise OverflowError(f"too large for {dtype}") from error
-
-
-def parse_carefully(data: bytes) -> Any:
-    """Return a JSON value as Python's json reads it: NaN is valid, and errors name the position."""
-    try:
-        return json.loads(data)
-    except RecursionError as error:
-        raise ValueError("its lists are nested too deeply") from error
 
 
 def parse_numbers(texts: list[str], dtype: np.dtype[Any]) -> np.ndarray:
@@ -100,7 +98,7 @@ def parse_numbers(texts: list[str], dtype: np.dtype[Any]) -> np.ndarray:
             one, such as 007, which may be a name.
     """
     numbers = _parse_plain(texts, is_float=dtype.kind == "f")
-    rounded = _round_numbers(numbers, dtype)
+    rounded = round_numbers(numbers, dtype)
     if dtype.kind == "f":
         for place in np.flatnonzero(np.isinf(rounded)).tolist():
             if "inf" not in texts[place].lower():  # such as 1e400
@@ -114,7 +112,7 @@ def _parse_plain(texts: list[str], is_float: bool) -> list[Any]:
     # All texts are parsed as one JSON list, which is quick, or else each text alone: JSON has no
     # " 1" and no ".5", and "1,5" makes two numbers of the list.
     with suppress(ValueError):
-        numbers: list[Any] = decode_fast(f"[{','.join(texts)}]")
+        numbers: list[Any] = decode_json(f"[{','.join(texts)}]".encode())
         if len(numbers) == len(texts) and allowed.issuperset(map(type, numbers)):
             return numbers
     numbers = []
@@ -143,16 +141,12 @@ class ValueType:
     """What the values of a column of JSON have in common.
 
     Args:
-        kind: bool, int or float; list for lists of numbers; object for all else.
-        dtype: For lists: the type of their numbers.
-        shape: For lists that all have one shape: that shape.
-        is_ragged: For lists: whether they differ in length.
+        kind: bool, int or float, of numbers and of lists of them; object for all else.
+        shape: The shape of a value; (None,) for lists that differ in length.
     """
 
     kind: type
-    dtype: Any = None
-    shape: tuple[int, ...] = ()
-    is_ragged: bool = False
+    shape: tuple[int | None, ...] = ()
 
     def make_column(self, name: str, values: list[Any]) -> Any:
         """Return the values of the column as an array, as Ragged, or as the same list.
@@ -160,65 +154,44 @@ class ValueType:
         Raises:
             ValueError: A value is of another type than the column.
         """
-        if self.kind is object:
-            return stack_values(name, values)
         try:
-            if self.kind is not list:
-                return self._stack_numbers(values)
-            if self.is_ragged:
-                return self._join_lists(values)
-            return self._stack_lists(values)
+            if self.kind is object:
+                _validate_no_numbers(values)
+                return values
+            numbers = self._join_numbers(values)
         except OverflowError as error:
-            raise ValueError(f"{name} has a number of more than 64 bits, or of float32") from error
+            dtype = NUMBER_TYPES[self.kind]
+            raise ValueError(f"{name} has a number that is too large for {dtype}") from error
         except ValueError as error:
             raise ValueError(f"{name} has another type than in the first records") from error
+        if None not in self.shape:
+            return numbers.reshape(len(values), *self.shape)
+        offsets = np.zeros(len(values) + 1, np.int64)
+        np.cumsum([len(value) for value in values], out=offsets[1:])
+        return Ragged(numbers, offsets)
 
-    def _stack_numbers(self, values: list[Any]) -> np.ndarray:
+    def _join_numbers(self, values: list[Any]) -> np.ndarray:
+        """Return all numbers of values, each in the type of the column as it would be alone.
+
+        Raises:
+            ValueError: A value is of another type or another shape than the column.
+        """
+        for length in self.shape:
+            if not {list}.issuperset(map(type, values)):
+                raise ValueError("no list of numbers")
+            if length is not None and not {length}.issuperset(map(len, values)):
+                raise ValueError("lists of another length")
+            values = list(chain.from_iterable(values))
         allowed = {float, int} if self.kind is float else {self.kind}
         if not allowed.issuperset(map(type, values)):
             raise ValueError(f"no {self.kind.__name__}")
-        if self.kind is float:
-            return _round_numbers(values, FLOAT32)
-        return np.asarray(values, np.int64 if self.kind is int else np.bool_)
-
-    def _stack_lists(self, values: list[Any]) -> np.ndarray:
-        lists = values
-        for length in self.shape[:-1]:
-            _validate_lists(lists, length)
-            lists = list(chain.from_iterable(lists))
-        _validate_lists(lists, self.shape[-1])
-        return self._join_numbers(lists).reshape(len(values), *self.shape)
-
-    def _join_lists(self, values: list[Any]) -> Ragged:
-        _validate_lists(values)
-        offsets = np.zeros(len(values) + 1, np.int64)
-        np.cumsum([len(value) for value in values], out=offsets[1:])
-        return Ragged(self._join_numbers(values), offsets)
-
-    def _join_numbers(self, lists: list[list[Any]]) -> np.ndarray:
-        """Return the numbers of lists in the type of the column, each rounded as it would be alone.
-
-        Raises:
-            ValueError: They are no numbers, or fractions in a column of whole numbers.
-        """
-        # An array of Python takes less time than one of NumPy, and no texts. Whole numbers among
-        # fractions become float64 first, so that they round to the same bits.
-        code = "d" if self.dtype.kind == "f" else "q"
-        joined = array(code)
-        try:
-            for numbers in lists:
-                joined.fromlist(numbers)
-        except TypeError as error:
-            raise ValueError(str(error)) from error
-        return np.frombuffer(joined, code).astype(self.dtype)
+        return round_numbers(values, NUMBER_TYPES[self.kind])
 
 
-def _validate_lists(values: list[Any], length: int | None = None) -> None:
-    """Raise ValueError unless all values are lists, of this length if one is given."""
-    if not {list}.issuperset(map(type, values)):
-        raise ValueError("no list of numbers")
-    if length is not None and not {length}.issuperset(map(len, values)):
-        raise ValueError("lists of another length")
+def _validate_no_numbers(values: list[Any]) -> None:
+    """Raise ValueError if a number is among values."""
+    if not NUMBER_TYPES.keys().isdisjoint(map(type, values)):
+        raise ValueError("a number")
 
 
 def collect_names(samples: list[Sample]) -> list[str]:
@@ -226,28 +199,24 @@ def collect_names(samples: list[Sample]) -> list[str]:
     return list(dict.fromkeys(name for sample in samples for name in sample))
 
 
-def find_value_type(samples: list[Sample], name: str) -> ValueType:
-    """Return the type that a column has in all samples."""
-    values = [sample[name] for sample in samples if name in sample]
-    kinds = {type(value) for value in values}
-    if kinds == {int, float}:
-        return ValueType(float)
-    if len(kinds) == 1 and kinds <= {bool, int, float}:
-        return ValueType(kinds.pop())
-    if kinds != {list}:
+def find_value_type(label: str, values: list[Any]) -> ValueType:
+    """Return the type that all values of a column have.
+
+    Args:
+        label: The column and its file, for messages.
+        values: The values.
+
+    Raises:
+        InputError: There are numbers and others.
+    """
+    shape: list[int | None] = []
+    while values and {list}.issuperset(map(type, values)):
+        lengths = set(map(len, values))
+        shape.append(lengths.pop() if len(lengths) == 1 else None)
+        values = list(chain.from_iterable(values))
+    if None in shape and len(shape) > 1:  # lists of lists of several lengths
         return ValueType(object)
-    try:
-        arrays = [np.asarray(value) for value in values if value]
-    except ValueError:  # lists of lists of several lengths
-        return ValueType(object)
-    if not arrays or any(array.dtype.kind not in NUMBER_KINDS for array in arrays):
-        return ValueType(object)
-    has_fractions = any(array.dtype.kind == "f" for array in arrays)
-    dtype = FLOAT32 if has_fractions else INT64
-    shapes = {array.shape for array in arrays}
-    has_empty_list = len(arrays) < len(values)
-    if len(shapes) == 1 and not has_empty_list:
-        return ValueType(list, dtype, shapes.pop())
-    if all(array.ndim == 1 for array in arrays):
-        return ValueType(list, dtype, is_ragged=True)
-    return ValueType(object)
+    kind = find_kind(values)
+    if kind is object and not shape and values:
+        stack_values(label, values)  # which refuses numbers among others
+    return ValueType(kind, tuple(shape))

@@ -12,20 +12,17 @@ from typing import Any
 
 import numpy as np
 
-from stepladder.core.errors import InputError, as_input_error
+from stepladder.core.errors import InputError
 from stepladder.core.order import IndexArray
-from stepladder.data.readers.batches import Sample
+from stepladder.data.readers.batches import FLOAT32, INT64, Sample
 from stepladder.data.readers.files import DataFile
 from stepladder.data.readers.json_values import (
-    FLOAT32,
-    INT64,
     ValueType,
     collect_names,
     find_value_type,
     is_value,
     parse_numbers,
     parse_object,
-    parse_unique,
 )
 from stepladder.data.readers.open_options import OpenOptions
 from stepladder.data.readers.records import IndexedFiles, RecordSource
@@ -80,11 +77,12 @@ class _JsonLines(IndexedFiles):
         super().__init__(files, lambda file: find_lines(file, has_quotes=False), options)
         # The type of each column, by the first records.
         self.types: dict[str, ValueType] = {}
-        hint = "another name for each value; JSON readers take one of them"
-        with as_input_error(f"a record of {files[0].name}", hint, (LookupError,)):
-            first = self.parse_first(parse_unique, options.typed_records)
+        first = self.parse_first(parse_object, options.typed_records)
         if options.decode is None:  # which takes values as they are
-            self.types = {name: find_value_type(first, name) for name in collect_names(first)}
+            names = options.columns or collect_names(first)
+            for name in names:
+                values = [sample[name] for sample in first if name in sample]
+                self.types[name] = find_value_type(f"{name} of {files[0].name}", values)
 
     def parse(self, number: int, data: bytes, names: frozenset[str] | None) -> Sample:
         """Return the object.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import os
 import re
+import stat
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -116,21 +117,29 @@ def _read_saved_names(folder: Path) -> list[str] | None:
 
 def validate_distinct(names: list[str]) -> None:
     """Raise InputError if two names are links to one file: its samples would be read twice."""
-    name_by_path: dict[str, str] = {}
+    name_by_file: dict[str, str] = {}
     resolve_folder = lru_cache(maxsize=1024)(os.path.realpath)
     for name in names:
-        path = name
+        keys = [name]
         if not is_url(name):
             folder, base_name = os.path.split(name)
-            path = f"{resolve_folder(folder)}/{base_name}"
-            if os.path.islink(path):  # noqa: PTH114 - of a million images a Path takes seconds
-                path = os.path.realpath(path)
-        if path in name_by_path:
-            raise InputError(
-                f"{name_by_path[path]} and {name} are one file: its samples would be read twice",
-                "one of them; Mixture([data], passes=[2]) reads data twice on purpose",
-            )
-        name_by_path[path] = name
+            keys = [f"{resolve_folder(folder)}/{base_name}"]
+            status = os.lstat(name)
+            if stat.S_ISLNK(status.st_mode):
+                keys = [os.path.realpath(name)]
+                status = os.stat(name)  # noqa: PTH116
+            if status.st_nlink > 1 and status.st_ino:
+                # Some file systems make up inodes, which tell nothing by themselves.
+                keys.append(
+                    f"{status.st_dev} {status.st_ino} {status.st_size} {status.st_mtime_ns}"
+                )
+        for key in keys:
+            if key in name_by_file:
+                raise InputError(
+                    f"{name_by_file[key]} and {name} are one file: its samples would be read twice",
+                    "one of them; Mixture([data], passes=[2]) reads data twice on purpose",
+                )
+            name_by_file[key] = name
 
 
 def is_folder(path: str) -> bool:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
@@ -17,8 +16,11 @@ from stepladder.core.errors import InputError, as_input_error
 from stepladder.core.order import IndexArray
 from stepladder.core.typed_file import parse_json
 from stepladder.data.readers.batches import Sample, decode_image, join_lists, stack_values
+from stepladder.data.readers.companions import is_companion
 from stepladder.data.readers.damage import DAMAGE_HINT, Damage
 from stepladder.data.readers.files import DataFile, read_pieces
+from stepladder.data.readers.json_values import decode_json
+from stepladder.data.readers.listing import validate_distinct
 from stepladder.data.readers.open_options import OpenOptions
 from stepladder.data.readers.records import OPEN_INDEXES, RecordSource
 
@@ -169,15 +171,17 @@ def _verify_file(file: DataFile, expected: _MdsFile) -> str:
     return ""
 
 
-def open_mds(folders: list[str], options: OpenOptions) -> _MdsSource:
+def open_mds(folders: list[str], listed: list[str], options: OpenOptions) -> _MdsSource:
     """Return the samples of MDS folders.
 
     Args:
         folders: Folders or their URLs, each with an index.json.
+        listed: All files in them, as far as they are known.
         options: What the caller of `open_data` has set.
 
     Raises:
-        InputError: An index or a shard is damaged or missing, or of a kind that is not read.
+        InputError: An index or a shard is damaged or missing, or of a kind that is not read, or
+            another file may hold samples, or two shards are one file.
     """
     files: list[DataFile] = []
     shards: list[_MdsShard] = []
@@ -194,6 +198,11 @@ def open_mds(folders: list[str], options: OpenOptions) -> _MdsSource:
             files.append(options.open_file(f"{base}/{shard.raw_data.basename}"))
     if not shards:
         raise InputError(f"{folders[0]} has no shards", "a folder with some")
+    validate_distinct([file.name for file in files])
+    named = {Path(file.name) for file in files}
+    for name in listed:
+        if Path(name) not in named and not is_companion(name):
+            raise InputError(f"{MDS_INDEX} does not name {name}", "shards of one index alone")
     return _MdsSource(_MdsSamples(files, shards), options)
 
 
@@ -228,7 +237,7 @@ def _find_decoder(encoding: str, file: str, column: str) -> Callable[[bytes], An
         "bytes": bytes,
         "str": bytes.decode,
         "int": partial(_decode_scalar, np.dtype("<i8")),
-        "json": json.loads,
+        "json": decode_json,
         "jpeg": decode_image,
         "png": decode_image,
         "str_int": int,

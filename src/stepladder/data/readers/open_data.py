@@ -19,7 +19,7 @@ from stepladder.data.readers.companions import (
     is_companion,
 )
 from stepladder.data.readers.damage import Damage
-from stepladder.data.readers.files import DATA_HINT, DataFile
+from stepladder.data.readers.files import DATA_HINT, DataFile, is_url
 from stepladder.data.readers.images import open_images
 from stepladder.data.readers.listing import (
     is_folder,
@@ -152,7 +152,8 @@ def open_data(
     )
     paths = _list_given(path)
     if format == MDS:
-        return open_mds(paths, options)
+        local = [path for path in paths if not is_url(path)]
+        return open_mds(paths, [name for path in local for name in list_names(path)], options)
     return open_named(paths, format, options)
 
 
@@ -193,7 +194,7 @@ def open_named(paths: list[str], format: str | None, options: OpenOptions) -> Op
     if chosen == IMAGE_FOLDER:
         return open_images(paths, names, options, format is not None)
     if chosen == MDS:
-        return open_mds([name.removesuffix(MDS_INDEX) or "." for name in names], options)
+        return open_mds([name.removesuffix(MDS_INDEX) or "." for name in names], listed, options)
     return _open_files(FORMATS[chosen], [options.open_file(name) for name in names], options)
 
 

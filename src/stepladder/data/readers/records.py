@@ -184,6 +184,8 @@ class RecordSource(FileRows):
                         self.records.make_column(name, [sample[name]])
             except ValueError as error:
                 yield Damage(self.files[number].name, row, 1, str(error))
+            except InputError as error:
+                yield Damage(self.files[number].name, row, 1, error.problem)
 
     def _find_readable(self) -> IndexArray:
         """Return the first record that can be read, of the first MAX_FIRST_RECORDS; shape (1,).

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 from pyarrow import types
 
-from stepladder.core.errors import InputError, get_reason
+from stepladder.core.errors import InputError, as_input_error, get_reason
 from stepladder.core.order import IndexArray
 from stepladder.data.readers.batches import (
     DECODE_HINT,
@@ -71,6 +71,8 @@ class TableSource(FilesSource):
         super().__init__(format_name, files, edges, options)
         self.parts = parts
         self.names = select_columns(options.columns or (), schema.names, parts[0].file)
+        with as_input_error(f"cannot use {parts[0].file}", "columns= without it", PARQUET_DAMAGE):
+            schema.empty_table().select(self.names).take(pa.array([], pa.int64()))
         self.types = {name: schema.field(name).type for name in self.names}
         self.numbers = {name: _find_numbers(kind) for name, kind in self.types.items()}
         self.is_list = {

@@ -15,7 +15,7 @@ from stepladder.core.order import IndexArray
 from stepladder.data.readers.batches import Sample, decode_image, stack_values
 from stepladder.data.readers.damage import Damage
 from stepladder.data.readers.files import PIECE_BYTES, DataFile, FileView
-from stepladder.data.readers.json_values import parse_carefully
+from stepladder.data.readers.json_values import decode_json
 from stepladder.data.readers.npy import read_npy_header
 from stepladder.data.readers.open_options import OpenOptions
 from stepladder.data.readers.records import IndexedFiles, RecordSource
@@ -94,7 +94,7 @@ def _decode_field(suffix: str, contents: bytes) -> Any:
     if kind in TEXT_ENDINGS:
         return contents.decode()
     if kind == "json":
-        return parse_carefully(contents)
+        return decode_json(contents)
     if kind == "npy":
         return _read_array(contents)
     if kind in IMAGE_ENDINGS:

@@ -13,6 +13,7 @@ from stepladder.core.arguments import validate_arguments
 from stepladder.core.errors import InputError
 from stepladder.core.order import Chunks
 from stepladder.data.readers.files import Contents, LocalFile, hash_files
+from stepladder.data.readers.listing import validate_distinct
 from stepladder.data.shards.index import read_index
 from stepladder.data.shards.shard import (
     H5_SUFFIXES,
@@ -21,7 +22,7 @@ from stepladder.data.shards.shard import (
     Shard,
     find_h5_files,
 )
-from stepladder.data.shards.unindexed import inspect_files
+from stepladder.data.shards.unindexed import inspect_files, validate_only_shards
 from stepladder.data.table import Column, row_bytes, select_columns
 
 POOL_BYTES = 48 << 20  # of chunks in the memory of a process
@@ -63,6 +64,10 @@ class Shards:
             )
         else:
             all_columns, self.shards = inspect_files(self.path, names)
+        files = [shard.path for shard in self.shards]
+        if self.path.is_dir():
+            validate_only_shards(self.path, files)
+        validate_distinct(list(map(str, files)))
         selected = select_columns(names or (), all_columns, self.path)
         self.columns = {name: all_columns[name] for name in selected}
 

@@ -5,7 +5,7 @@ A sample is a dict of numbers, of arrays of one shape, or of lists of numbers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from hashlib import blake2b
 from itertools import chain, islice
@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from stepladder.core.errors import InputError, as_input_error
+from stepladder.data.readers.batches import NUMBER_TYPES, find_kind, round_numbers
 from stepladder.data.table import Block, Column, Ragged, Table, rows_per_block
 
 SAMPLES_PER_BLOCK = 64  # samples may come slowly
@@ -73,9 +74,28 @@ def _read_value(value: Any, where: str) -> np.ndarray:
     """Return a value as an array. Raises InputError if NumPy has no such array."""
     if np.ma.is_masked(value):
         raise InputError(f"{where} has masked values", VALUES_HINT)
-    errors = (ValueError, TypeError, RuntimeError)  # of torch: bfloat16, sparse, with a gradient
+    # RuntimeError is torch's, for bfloat16, sparse tensors and gradients.
+    errors = (ValueError, TypeError, RuntimeError, OverflowError)
     with as_input_error(where, VALUES_HINT, errors):
+        if isinstance(value, (list, tuple)) and NUMBER_TYPES.keys() >= set(map(type, value)):
+            return _stack_numbers(value)
         return np.asarray(value)
+
+
+def _stack_numbers(numbers: Sequence[Any]) -> np.ndarray:
+    """Return numbers of Python's as an array, of which NumPy would change some.
+
+    Args:
+        numbers: Values of bool, int and float.
+
+    Raises:
+        OverflowError: A whole number has more than 64 bits.
+        ValueError: True or False is among other numbers.
+    """
+    kind = find_kind(numbers)
+    if numbers and kind is object:
+        raise ValueError("it has numbers, and True or False")
+    return round_numbers(numbers, np.dtype(kind if numbers else float))
 
 
 def _infer_column(name: str, value: Any) -> Column:
@@ -136,6 +156,8 @@ def _collect_column(name: str, column: Column, samples: list[Sample], first_numb
 
 def _fits_column(value: np.ndarray, column: Column) -> bool:
     has_shape = value.ndim == 1 if column.is_list else value.shape == column.shape
+    if value.dtype.kind == "b" != column.dtype.kind:  # which NumPy casts to 0 and 1
+        return False
     return has_shape and (
         value.size == 0 or np.can_cast(value.dtype, column.dtype, casting="same_kind")
     )

@@ -39,8 +39,6 @@ def inspect_files(
     files = find_h5_files(path) if path.is_dir() else [path]
     if not files:
         raise shards_error(path, f"{path} holds no shards ({' or '.join(H5_SUFFIXES)})")
-    if path.is_dir():
-        _validate_only_shards(path, files)
     first_columns, first_shard = _inspect_file(files[0], names)
     shards = [first_shard]
     for file in files[1:]:
@@ -50,10 +48,11 @@ def inspect_files(
     return first_columns, shards
 
 
-def _validate_only_shards(folder: Path, files: list[Path]) -> None:
+def validate_only_shards(folder: Path, files: list[Path]) -> None:
     """Raise InputError if another file, also of a folder below, may hold samples."""
+    known = set(files)
     for name in list_paths(str(folder)):
-        if Path(name) not in files and not is_companion(name):
+        if Path(name) not in known and not is_companion(name):
             raise InputError(
                 f"{name} is no file of the shards in {folder}",
                 f"only {' or '.join(H5_SUFFIXES)} files of one data set in a folder",
@@ -82,6 +81,8 @@ def _inspect_file(file: Path, names: tuple[str, ...] | None) -> tuple[dict[str, 
     ):
         arrays = {name: array for name, array in h5.items() if not names or name in names}
         columns = {name: _find_column(file, name, array) for name, array in arrays.items()}
+        for array in arrays.values():
+            _validate_sources(file, array)
         lengths = {name: len(array) for name, array in arrays.items()}
         if len(set(lengths.values())) != 1:
             texts = [f"{name} has {rows} rows" for name, rows in lengths.items()]
@@ -104,6 +105,21 @@ def _find_column(file: Path, name: str, array: Any) -> Column:
             f" stepladder data shard {file} --out DIR",
         )
     return Column(array.dtype.newbyteorder("="), array.shape[1:])
+
+
+def _validate_sources(file: Path, array: Any) -> None:
+    """Validate that the arrays are there that an array shows, else HDF5 shows fill values.
+
+    Raises:
+        OSError: A file or an array is not there.
+    """
+    import h5py
+
+    for source in array.virtual_sources() if array.is_virtual else ():
+        path = file if source.file_name == "." else file.parent / source.file_name
+        with h5py.File(path, "r", locking=False) as h5:
+            if source.dset_name not in h5:
+                raise OSError(f"{path} has no {source.dset_name}")
 
 
 def _choose_chunk_rows(largest: Any, row_bytes: int) -> int:
