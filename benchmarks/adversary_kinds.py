@@ -9,7 +9,7 @@ import itertools
 import math
 import random
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -1350,3 +1350,82 @@ def langevin_dynamics() -> Job:
                     param.add_(noise, alpha=0.01)
 
     return job(optimizer=lambda params: Langevin(params, lr=0.05))
+
+
+@kind(refused="other gradients", full="hook for its gradient")
+def gradient_noise_of_a_hook_s_own_generator() -> Job:
+    made = job()
+    generator = torch.Generator().manual_seed(3)
+    for param in made.model.parameters():
+        param.register_hook(lambda g: g + 0.01 * torch.randn(g.shape, generator=generator))
+    return made
+
+
+@kind(refused="calls backward", full="at two moments of a backward pass")
+def backward_within_the_loss() -> Job:
+    def loss(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+        model(batch[0]).square().sum().mul(1e-3).backward()
+        return cross_entropy(model, batch)
+
+    return job(loss=loss)
+
+
+@kind(refused="the metric accuracy", full="")
+def metric_over_all_batches_so_far() -> Job:
+    total: Counter[str] = Counter()
+
+    def metrics(model: nn.Module, batch: Any) -> dict[str, tuple[Tensor, int]]:
+        hits, count = accuracy(model, batch)["accuracy"]
+        total.update(hits=int(hits), count=count)
+        return {"accuracy": (torch.tensor(total["hits"]), total["count"])}
+
+    return job(metrics=metrics, eval_data=vectors(), eval_batch=10)
+
+
+@kind(refused="a metric changes the buffer")
+def metric_in_training_mode() -> Job:
+    def metrics(model: nn.Module, batch: Any) -> dict[str, tuple[Tensor, int]]:
+        model.train()
+        return accuracy(model, batch)
+
+    net = on_vectors(nn.BatchNorm1d(16), nn.ReLU())
+    data = tuple(part[:100] for part in vectors())
+    return job(net, metrics=metrics, eval_data=data, eval_batch=10)
+
+
+@kind(refused="derived(metrics)")
+def derived_value_that_is_smoothed() -> Job:
+    seen: list[float] = []
+
+    def derived(metrics: dict[str, float]) -> dict[str, float]:
+        seen.append(metrics["accuracy"])
+        return {"smooth": sum(seen) / len(seen)}
+
+    made = job(metrics=accuracy, eval_data=vectors())
+    return replace(made, derived=derived)
+
+
+@kind(optimizer="lies in the memory of a weight", full="lies in the memory of a weight")
+def copy_that_shares_the_memory_of_a_weight() -> Job:
+    made = job()
+    prototype = made.model.last.weight.data
+
+    def loss(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+        total, count = cross_entropy(model, batch)
+        return total + 1e-3 * prototype.square().sum() * total.detach(), count
+
+    return replace(made, loss=loss)
+
+
+@kind()
+def sparse_batch() -> Job:
+    x, y = vectors()
+
+    def loss(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+        return cross_entropy(model, (batch[0].to_dense(), batch[1]))
+
+    def collate(items: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        rows, labels = zip(*items, strict=True)
+        return torch.stack(rows).to_sparse(), torch.stack(labels)
+
+    return job(loss=loss, data=Items(lambda index: (x[index], y[index])), collate=collate)

@@ -30,6 +30,9 @@ SLOW = [
     "dataset that reads the number of its worker",
     "rate of the time",
     "langevin dynamics",
+    "gradient noise of a hook s own generator",
+    "metric over all batches so far",
+    "copy that shares the memory of a weight",
 ]
 
 

@@ -420,6 +420,13 @@ def get_dynamo_config() -> Any:
     return import_module("torch._dynamo.config")
 
 
+def count_memory_users(tensor: torch.Tensor) -> int:
+    """Return how many tensors torch knows in the memory of a tensor, this one among them."""
+    import torch
+
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
 def get_loader_workers(batches: Any) -> Any:
     """Return the list of the worker processes of a DataLoader's iterator."""
     return batches._workers

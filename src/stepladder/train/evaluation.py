@@ -5,16 +5,18 @@ Sums and counts are added over all samples; means are never averaged.
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
+from stepladder.core.errors import InputError
 from stepladder.data.sources import BatchSource
 from stepladder.rank.progress import PASS
 from stepladder.train.comm import Comm
@@ -33,6 +35,7 @@ def evaluate(
     comm: Comm,
     batch_size: int,
     equal_passes: bool = False,
+    repeats: bool = False,
     warn: Callable[[list[str]], None] = lambda _: None,
 ) -> dict[str, float]:
     """Return each metric's sum divided by its count, over all samples. A collective.
@@ -48,6 +51,7 @@ def evaluate(
         comm: The ranks that share the batches.
         batch_size: Samples per batch.
         equal_passes: Whether all ranks make equally many passes, as collectives in a pass need.
+        repeats: Whether the first batch is computed once more, and must give the same.
         warn: Called on each rank with lines about doubtful counts; there may be none.
 
     Returns:
@@ -66,7 +70,8 @@ def evaluate(
         pass_numbers += [0] * (max_passes - len(own_numbers))
     requests = ((EVALUATION_EPOCH, np.arange(*bounds[number])) for number in pass_numbers)
     with _eval_mode(model), closing(source.batches(requests)) as batches:
-        results = _compute_metrics(model, metrics, comm, zip(pass_numbers, batches, strict=True))
+        numbered = zip(pass_numbers, batches, strict=True)
+        results = _compute_metrics(model, metrics, comm, numbered, repeats and not equal_passes)
     names = _agree_on_names(results, comm)
     table = np.zeros((len(bounds), len(names), 2))
     for number, result in zip(own_numbers, results, strict=False):
@@ -94,7 +99,11 @@ def _eval_mode(model: nn.Module) -> Iterator[None]:
 
 
 def _compute_metrics(
-    model: nn.Module, metrics: Metrics, comm: Comm, numbered_batches: Iterable[tuple[int, Any]]
+    model: nn.Module,
+    metrics: Metrics,
+    comm: Comm,
+    numbered_batches: Iterable[tuple[int, Any]],
+    repeats: bool,
 ) -> list[dict[str, Any]]:
     """Return what `metrics` returns for each batch.
 
@@ -103,12 +112,21 @@ def _compute_metrics(
         metrics: The function of the job.
         comm: The ranks, of which each has its own batches.
         numbered_batches: The number of each batch, with the indices of its samples and the batch.
+        repeats: Whether the first batch is computed once more after all others.
 
     Returns:
         The results, in the order of the batches.
+
+    Raises:
+        InputError: The first batch has other metrics when it is computed again.
     """
     results: list[dict[str, Any]] = []
+    first: tuple[int, Any] | None = None
     for number, (_indices, batch) in numbered_batches:
+        if repeats and first is None:
+            with suppress(TypeError, RuntimeError):  # some objects cannot be copied
+                first = number, copy.deepcopy(batch)
+            repeats = first is not None
         comm.progress.slots[PASS] += 1  # so that a long evaluation is not taken for a hang
         # For metrics that draw random numbers: these depend on the batch, not on the rank.
         seed_generators(number, comm.device)
@@ -116,7 +134,22 @@ def _compute_metrics(
         expected_names = list(results[0]) if results else None
         validate_metrics(result, expected_names)
         results.append(result)
+    if first is not None:
+        number, batch = first
+        seed_generators(number, comm.device)
+        _validate_repeated(results[0], metrics(model, batch))
     return results
+
+
+def _validate_repeated(first: dict[str, Any], second: dict[str, Any]) -> None:
+    """Raise InputError if two results of one batch differ."""
+    for name, values in first.items():
+        if list(map(float, values)) != list(map(float, second[name])):
+            raise InputError(
+                f"--sync exact: the metric {name} of a batch is another one when it is computed"
+                " again, so it would depend on the number of processes and on a resume",
+                "no state between calls, no generator of its own: sum and count of the batch alone",
+            )
 
 
 def _agree_on_names(results: list[dict[str, Any]], comm: Comm) -> list[str]:

@@ -24,11 +24,29 @@ def fingerprint(value: Any) -> bytes:
     """Return 8 bytes that depend on every bit and the shape of a tensor, or on a value's repr."""
     if not isinstance(value, torch.Tensor):
         return blake2b(repr(value).encode(), digest_size=HASH_BYTES).digest()
+    if parts := list_parts(value):
+        # The shape of a nested tensor has a symbol, which is another one each time.
+        shape = () if value.is_nested else tuple(value.shape)
+        return fingerprint([shape, *map(fingerprint, parts)])
     host = value.detach().cpu().contiguous()
     header = f"{host.dtype} {list(host.shape)}".encode()
     tensor_hash = blake2b(header, digest_size=HASH_BYTES)
     tensor_hash.update(host.reshape(-1).view(torch.uint8).numpy().data)
     return tensor_hash.digest()
+
+
+def list_parts(value: torch.Tensor) -> list[torch.Tensor]:
+    """Return the dense tensors that make up a nested or a sparse tensor; none for a dense one."""
+    if value.is_nested:
+        return list(value.unbind())
+    if value.layout is torch.sparse_coo:
+        return [value._indices(), value._values()]
+    if value.layout is torch.strided:
+        return []
+    is_by_row = value.layout in (torch.sparse_csr, torch.sparse_bsr)
+    pointers = value.crow_indices() if is_by_row else value.ccol_indices()
+    numbers = value.col_indices() if is_by_row else value.row_indices()
+    return [pointers, numbers, value.values()]
 
 
 def digest(data: bytes) -> bytes:

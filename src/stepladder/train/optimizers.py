@@ -7,9 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 
 from stepladder.core.errors import InputError
-from stepladder.rank.torch_fixes import BareStep
+from stepladder.rank.torch_fixes import BareStep, count_memory_users
 
 Rate = torch.Tensor | float
 # Optimizers of torch.optim. What a step of them does to an element depends on that element alone.
@@ -166,6 +167,14 @@ def validate_optimizer(optimizer: torch.optim.Optimizer, known: list[str], shard
         InputError: The optimizer is none of these, or something observes its steps.
     """
     validate_unobserved(optimizer, shard)
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if count_memory_users(param) > count_memory_users(nn.Parameter(torch.empty(1))):
+                raise InputError(
+                    f"--shard {shard}: another tensor lies in the memory of a weight of shape"
+                    f" {list(param.shape)}, and would keep its old values",
+                    "make it a copy by .clone(), or leave --shard out",
+                )
     for kind in map(type, list_optimizers(optimizer)):
         is_from_torch = f"{kind.__module__}.".startswith("torch.optim.")
         if not is_from_torch or kind.__name__ not in known:

@@ -1,18 +1,20 @@
-"""A check of `--sync exact`: a microbatch that is computed twice must give the same loss.
+"""A check of `--sync exact`: a microbatch that is computed twice gives the same loss and gradients.
 
 In the first step of an attempt, each rank reads its first microbatch once more and computes its
-loss once more, from the same weights and seed. A job that keeps state between calls, has a random
-generator of its own or reads the time gives another loss then: it would train other weights on each
-number of ranks.
+loss and gradients twice more, from the same weights and seed. A job that keeps state between calls,
+has a random generator of its own, reads the time or asks for the number of ranks gives others then:
+it would train other weights on each number of ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from stepladder.core.errors import InputError
 from stepladder.core.plan import Span
@@ -32,15 +34,21 @@ class RepeatCheck:
     Args:
         reader: Reads a microbatch once more.
         compute: Returns the loss of a microbatch, shape ().
+        params: The weights that are trained.
         gathers_weights: Whether a pass gathers weights. Then the second pass has no gradients,
             since the ranks' gathers must fit each other, and its loss may be rounded differently.
     """
 
     def __init__(
-        self, reader: BatchReader, compute: Callable[[Span, Any], Tensor], gathers_weights: bool
+        self,
+        reader: BatchReader,
+        compute: Callable[[Span, Any], Tensor],
+        params: Sequence[nn.Parameter],
+        gathers_weights: bool,
     ) -> None:
         self.reader = reader
         self.compute = compute
+        self.params = params
         self.gathers_weights = gathers_weights
         self.span: Span | None = None
         self.batch_hash = b""
@@ -97,23 +105,85 @@ class RepeatCheck:
                 "--sync exact: the same microbatch has another loss when it is computed again, from"
                 " the same weights and seed",
                 "no state between calls, no generator of its own (the default ones are seeded), no"
-                f" time in the loss; {VERIFY_HINT}",
+                f" time and no number of processes in the loss; {VERIFY_HINT}",
+            )
+        if not self.gathers_weights:
+            self._validate_gradients((batches[1], self.reader.read(step, self.span)))
+
+    def _validate_gradients(self, batches: tuple[Any, Any]) -> None:
+        """Compute the gradients of the microbatch twice, and compare them.
+
+        This takes the memory of one more gradient of each weight.
+
+        Args:
+            batches: The microbatch, twice: a pass may write to it.
+
+        Raises:
+            InputError: They differ, as where a hook keeps state or has a generator of its own.
+        """
+        assert self.span is not None
+        trained = [param for param in self.params if param.requires_grad]
+        hashes = []
+        for batch in batches:
+            loss = self.compute(self.span, batch)
+            with suppress(RuntimeError):  # reentrant checkpoints have gradients by backward alone
+                gradients = torch.autograd.grad(loss, trained, allow_unused=True)
+                hashes.append([fingerprint(gradient) for gradient in gradients])
+        if len({tuple(each) for each in hashes}) > 1:
+            raise InputError(
+                "--sync exact: the same microbatch has other gradients when it is computed again,"
+                " from the same weights and seed",
+                "no state between calls and no generator of its own in hooks and backward;"
+                f" {VERIFY_HINT}",
             )
 
     def _recompute(self, batch: Any) -> Tensor | None:
-        """Return the loss; None if it cannot be computed without gradients."""
+        """Return the loss; None if it cannot be computed without gradients.
+
+        Raises:
+            InputError: The loss adds gradients by itself.
+            RuntimeError: It cannot be computed at all.
+        """
         assert self.span is not None
+        before = self._read_gradients()
         try:
-            return self.compute(self.span, batch).detach()
+            with _other_group():
+                loss = self.compute(self.span, batch).detach()
+            if self._read_gradients() != before:
+                raise InputError(
+                    "--sync exact: the loss calls backward by itself",
+                    "return the sum of all losses, whose gradients are taken once",
+                )
+            return loss
         except RuntimeError:  # such as a hook on an activation, or torch.autograd.grad
             if not self.gathers_weights:
                 raise
             return None
 
+    def _read_gradients(self) -> list[tuple[int, int]]:
+        """Return which tensor is the gradient of each weight, and how often it was written."""
+        gradients = (param.grad for param in self.params)
+        return [(id(grad), 0 if grad is None else grad._version) for grad in gradients]
+
     def _is_equal(self, loss: Tensor) -> bool:
         if self.gathers_weights:
             return torch.allclose(loss, self.loss, rtol=NO_GRAD_TOLERANCE, equal_nan=True)
         return fingerprint(loss) == fingerprint(self.loss)
+
+
+@contextmanager
+def _other_group() -> Iterator[None]:
+    """Have torch.distributed answer as in a group of twice as many ranks.
+
+    What a loss returns must not depend on these answers.
+    """
+    get_world_size, get_rank = dist.get_world_size, dist.get_rank
+    dist.get_world_size = lambda group=None: 2 * get_world_size(group)
+    dist.get_rank = lambda group=None: get_rank(group) + get_world_size(group)
+    try:
+        yield
+    finally:
+        dist.get_world_size, dist.get_rank = get_world_size, get_rank
 
 
 def hash_batch(batch: Any) -> bytes:

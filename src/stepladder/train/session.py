@@ -8,7 +8,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext, suppress
 from time import perf_counter
 
-from stepladder.core.errors import STOPPED, PeerLost, StateLost
+from stepladder.core.errors import STOPPED, InputError, PeerLost, StateLost
 from stepladder.data.sources import BatchSource
 from stepladder.rank.exit_record import write_end
 from stepladder.storage.ledger import join_chains
@@ -149,13 +149,28 @@ class Session:
             self.comm,
             self.job.eval_batch,
             equal_passes=self.state.layout.gathers_weights,
+            repeats=self.spec.settings.sync == "exact" and not self.has_warned_of_counts,
             warn=self._warn_of_counts,
         )
         if self.job.derived is not None:
-            metrics |= parse_derived(self.job.derived(metrics))
+            derived = parse_derived(self.job.derived(dict(metrics)))
+            self._validate_derived(derived, metrics)
+            metrics |= derived
         if self.job.best is not None:
             validate_best(self.job.best[0], metrics)
         return metrics
+
+    def _validate_derived(self, derived: dict[str, float], metrics: dict[str, float]) -> None:
+        """Raise InputError if `derived` keeps state between calls, which no snapshot holds."""
+        assert self.job.derived is not None
+        if self.spec.settings.sync != "exact":
+            return
+        again = parse_derived(self.job.derived(dict(metrics)))
+        if repr(again) != repr(derived):
+            raise InputError(
+                "--sync exact: derived(metrics) returns other values for the same metrics",
+                "compute them from the metrics alone: a resume loses what is kept between calls",
+            )
 
     def snapshot(self) -> None:
         """Save the state after the last recorded step. A collective.

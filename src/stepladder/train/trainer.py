@@ -191,7 +191,10 @@ class TrainingLoop:
         self.repeat_check: RepeatCheck | None = None  # only in the first step
         if self.settings.sync == "exact" and repeats_pass:
             self.repeat_check = RepeatCheck(
-                BatchReader(self.spec, self.comm), self._recompute, self.layout.gathers_weights
+                BatchReader(self.spec, self.comm),
+                self._recompute,
+                list(self.model.parameters()),
+                self.layout.gathers_weights,
             )
         self.is_repetition = False  # the passes of this step are computed once more
         self.failing_steps = {step for rank, step in self.settings.fail_at if rank == this_rank}

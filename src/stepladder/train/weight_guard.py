@@ -6,7 +6,7 @@ this rank computes after it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -26,14 +26,16 @@ TRAINED_HINT = (
 
 
 class WeightChanged(InputError):
-    """Something besides the optimizer's step has changed a weight."""
+    """Something besides the optimizer's step has changed a weight, or a buffer in an evaluation."""
 
     kind = "parameter"
 
-    def __init__(self, name: str, is_trained: bool, changed_by: str) -> None:
+    def __init__(self, name: str, tensor: Tensor, changed_by: str) -> None:
         self.tensor = name
+        what = "weight" if isinstance(tensor, nn.Parameter) else "buffer"
+        is_trained = tensor.requires_grad
         super().__init__(
-            f"--sync exact: {changed_by} changes the weight {name}, so each rank would train"
+            f"--sync exact: {changed_by} changes the {what} {name}, so each rank would train"
             " another one",
             TRAINED_HINT if is_trained else FROZEN_HINT,
         )
@@ -45,7 +47,7 @@ class _WeightGuard:
     The count misses writes through `.data` and NumPy: `begin` can also keep hashes of the values.
     """
 
-    def __init__(self, params: dict[str, nn.Parameter], changed_by: str) -> None:
+    def __init__(self, params: Mapping[str, Tensor], changed_by: str) -> None:
         self.names = list(params)
         self.params = list(params.values())
         self.changed_by = changed_by
@@ -83,7 +85,7 @@ class _WeightGuard:
     def _raise_first(self, present: list[Any], noted: list[Any]) -> None:
         pairs = zip(present, noted, strict=True)
         index = next(index for index, (now, before) in enumerate(pairs) if now != before)
-        raise WeightChanged(self.names[index], self.params[index].requires_grad, self.changed_by)
+        raise WeightChanged(self.names[index], self.params[index], self.changed_by)
 
 
 class PassGuard:
@@ -145,8 +147,9 @@ def _list_own_parameters(module: nn.Module, prefix: str) -> Iterator[tuple[str, 
 
 @contextmanager
 def validate_unchanged_weights(model: nn.Module, changed_by: str) -> Iterator[None]:
-    """Raise WeightChanged at the end of the block if a weight has changed in it."""
-    guard = _WeightGuard(dict(model.named_parameters()), changed_by)
+    """Raise WeightChanged at the end of the block if a weight or a buffer has changed in it."""
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    guard = _WeightGuard(tensors, changed_by)
     guard.begin(compares_values=True)
     yield
     guard.validate()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import signal
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -160,7 +161,7 @@ class GroupAttempt:
             variables["RANK"] = str(rank)
         env = self._context.spec.make_environment(variables)
         env |= self._observed.make_variables(rank, local_rank)
-        if not self._is_script:
+        if not self._is_script or EXCHANGE_VARIABLE not in os.environ:  # else `run` has set it
             env[EXCHANGE_VARIABLE] = self._exchange
         log_name = f"attempt-{self._spec.name}.rank-{rank}"
         with self._recovery.open_channel(rank) as channel:
