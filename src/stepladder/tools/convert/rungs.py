@@ -233,12 +233,12 @@ def wrap_models(conversion: Conversion, arguments: str = "") -> Edits:
             f"{len(missing)} trained models have no name where their optimizer is made"
         )
     for model, (location, name) in conversion.wrappings.items():
-        file = conversion.file(location)
         text = f"{name} = DistributedDataParallel({name}{arguments})"
         if model in facts.models_with_batch_norm:
             text = f"{name} = torch.nn.SyncBatchNorm.convert_sync_batchnorm({name})\n{text}"
-        if facts.draws_in_training:
+        if facts.draws_in_training and model == next(reversed(conversion.wrappings)):
             text += "\ntorch.manual_seed(torch.initial_seed() + dist.get_rank())"
+        file = conversion.file(location)
         add(edits, file, file.insert_before(conversion.statement(location), text))
     _name_inner_models(conversion, edits)
     return edits

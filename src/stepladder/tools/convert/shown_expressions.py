@@ -10,7 +10,7 @@ from contextlib import suppress
 from stepladder.tools.check.relations.shown import SHOWN_NUMBER
 from stepladder.tools.convert.source import SourceText
 
-FIELD_OF_PERCENT = re.compile(r"%(?P<name>)[-+ #0]*[\d.]*[a-zA-Z]")
+FIELD_OF_PERCENT = re.compile(r"%(?P<name>)[-+#0]*[\d.]*[a-zA-Z]")
 FIELD_OF_FORMAT = re.compile(r"\{(?P<name>\w*)[^{}]*\}")
 Piece = str | ast.expr  # a text, or what is shown between texts
 
@@ -82,9 +82,10 @@ def _fill(
     """Return a text with values in place of its fields."""
     pieces: list[Piece] = []
     index = end = 0
+    text = text.replace("%%", "%")
     for match in pattern.finditer(text):
         value = value_of(match["name"], index)
         index += not match["name"]
-        pieces += [text[end : match.start()].replace("%%", "%"), value]
+        pieces += [text[end : match.start()], value]
         end = match.end()
-    return [*pieces, text[end:].replace("%%", "%")]
+    return [*pieces, text[end:]]
