@@ -22,10 +22,11 @@ import time
 import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from check_field import BAD_INPUT, WRITERS, list_variables, random_numbers
+from check_field import BAD_INPUT, WRITERS, list_variables, random_numbers, write_mnist
 from PIL import Image
 from report import Report, table
 
@@ -82,6 +83,7 @@ def write_masks(folder: Path) -> None:
 
 DATA: dict[str, Callable[[Path], None]] = {
     **WRITERS,
+    "mnist-more": partial(write_mnist, training_count=1300),  # lines of each tenth batch come again
     "cifar100": write_cifar100,
     "words": write_words,
     "movielens": write_movielens,

@@ -123,7 +123,6 @@ def test_a_diff_shows_what_changes_alone() -> None:
         ('print({"epoch": epoch, "x": x.item()})', "{'epoch': 1, 'x': 2.5}", ["epoch", "x.item()"]),
         ('print("{e} {:.2f} {:.1f}".format(a, b, e=c))', "1 2.00 3.0", ["c", "a", "b"]),
         ('writer.add_scalar("loss 1", x, global_step=n)', "loss 1 0.5 20", [None, "x", "n"]),
-        ('log.info("epoch %d: %s", epoch, text)', "epoch 2: 3 right", ["epoch", "text"]),
         ("print(text)\nprint(x)", "3 of 4", ["text", "text"]),
     ],
 )

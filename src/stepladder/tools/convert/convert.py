@@ -16,6 +16,7 @@ from stepladder.tools.check.copying import copy_folder
 from stepladder.tools.check.events import Print
 from stepladder.tools.check.fork_servers import ForkServers
 from stepladder.tools.check.launch_style import LaunchStyle, find_styles
+from stepladder.tools.check.relations.shown import read_series
 from stepladder.tools.check.script_source import read_source
 from stepladder.tools.convert.facts import ScriptFacts
 from stepladder.tools.convert.ladder import RUNGS, Rung, compose
@@ -152,7 +153,7 @@ class Converter:
             diffs = [diff(name, texts[name], text) for name, text in files.items()]
             texts |= files
             diffs = [text for text in diffs if text]
-            not_judged = _lines_not_reached(conversion) if rung.finish else []
+            not_judged = _lines_not_judged(conversion) if rung.finish else []
             proved.append(ProvedRung(rung, diffs, proof.holds, not_judged))
             on_rung(proved[-1])
             if rung.letter == self.request.last:
@@ -274,20 +275,23 @@ class Converter:
         return candidate, edited, proof
 
 
-def _lines_not_reached(conversion: Conversion) -> list[str]:
-    """Return the lines that would print values, and that the run on one process did not come to."""
+def _lines_not_judged(conversion: Conversion) -> list[str]:
+    """Return the lines that print values, and that no run came to, or that showed a 0 each time."""
     facts = conversion.facts
-    reached = {
+    judged = {
         facts.location(line)
         for event in facts.log.select(Print)
         for line in (event.at, event.caller)
         if line
     }
+    for (line, *_), series in read_series(facts.log).items():
+        if line and not any(series.values):
+            judged.discard(facts.location(line))
     return [
-        f"{file.name}:{call.lineno} prints values, and was not reached"
+        f"{file.name}:{call.lineno} prints what no run has shown, or a 0 each time"
         for file, call in calls_of(conversion, "print")
         if not all(isinstance(argument, ast.Constant) for argument in call.args)
-        and not reached & {Location(file.name, line) for line in lines_of(call)}
+        and not judged & {Location(file.name, line) for line in lines_of(call)}
     ]
 
 

@@ -27,7 +27,8 @@ def find_shown_expression(file: SourceText, line: int, text: str, position: int)
     pieces: list[Piece] = []
     with suppress(IndexError, ValueError):  # a text that is no plain format
         for call in file.nodes_at(ast.Call, line)[-1:]:
-            pieces = _pieces_of_call(call)
+            for argument in (*call.args, *(item.value for item in call.keywords)):
+                pieces += [" "] * bool(pieces) + _pieces_of(argument)
     pattern = "".join(re.escape(p) if isinstance(p, str) else "(.*?)" for p in pieces)
     expressions = [piece for piece in pieces if isinstance(piece, ast.expr)]
     number = list(SHOWN_NUMBER.finditer(text))[position]
@@ -36,17 +37,6 @@ def find_shown_expression(file: SourceText, line: int, text: str, position: int)
             if match.start(index) <= number.start() < match.end(index):
                 return expression
     return None
-
-
-def _pieces_of_call(call: ast.Call) -> list[Piece]:
-    arguments = [*call.args, *(item.value for item in call.keywords)]
-    match arguments:
-        case [ast.Constant(value=str() as text), _, *_] if FIELD_OF_PERCENT.search(text):
-            return _fill(FIELD_OF_PERCENT, text, lambda _, index: arguments[index + 1])
-    pieces: list[Piece] = []
-    for argument in arguments:
-        pieces += [" "] * bool(pieces) + _pieces_of(argument)
-    return pieces
 
 
 def _pieces_of(node: ast.expr) -> list[Piece]:
