@@ -7,8 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from stepladder.tools.check.events import Print
+from stepladder.tools.check.recording import RankLog, Recording
+from stepladder.tools.convert.facts import ScriptFacts
+from stepladder.tools.convert.rungs import Conversion, find_lines_not_judged
 from stepladder.tools.convert.shown_expressions import find_shown_expression
 from stepladder.tools.convert.source import CannotConvert, SourceText, diff
+from stepladder.tools.probe.events import CodeLine
 
 TEXT = """\
 import torch  # the only import
@@ -133,3 +138,16 @@ def test_each_number_that_was_shown_has_its_expression(
     source = SourceText("train.py", tmp_path / "train.py")
     found = [find_shown_expression(source, 1, text, number) for number in range(len(shown))]
     assert [item and source.text_of(item) for item in found] == shown
+
+
+def test_lines_that_no_run_has_shown_or_that_showed_a_0_are_not_judged(tmp_path: Path) -> None:
+    lines = ["step", '"done"', "loss", "x if y else z"]
+    (tmp_path / "train.py").write_text("\n".join(f"print({line})" for line in lines))
+    printed = [
+        Print(at=CodeLine("train.py", 1), text="0"),
+        Print(at=CodeLine("train.py", 3), text="7"),
+    ]
+    facts = ScriptFacts(Recording([RankLog(0, [*printed])], 1))
+    files = {"train.py": SourceText("train.py", tmp_path / "train.py")}
+    found = find_lines_not_judged(Conversion("train.py", files, facts))
+    assert [text.split()[0] for text in found] == ["train.py:1", "train.py:4"]

@@ -13,10 +13,8 @@ from stepladder.core.scratch import temporary_folder
 from stepladder.core.signals import exit_on_signals
 from stepladder.tools.check import check as checking
 from stepladder.tools.check.copying import copy_folder
-from stepladder.tools.check.events import Print
 from stepladder.tools.check.fork_servers import ForkServers
 from stepladder.tools.check.launch_style import LaunchStyle, find_styles
-from stepladder.tools.check.relations.shown import read_series
 from stepladder.tools.check.script_source import read_source
 from stepladder.tools.convert.facts import ScriptFacts
 from stepladder.tools.convert.ladder import RUNGS, Rung, compose
@@ -32,15 +30,13 @@ from stepladder.tools.convert.proof import (
 from stepladder.tools.convert.rungs import (
     Conversion,
     Edits,
-    calls_of,
-    lines_of,
+    find_lines_not_judged,
     shorten_epochs,
     write_once,
 )
 from stepladder.tools.convert.shown_expressions import find_shown_expression
 from stepladder.tools.convert.source import CannotConvert, Edit, EditedText, SourceText, diff
 from stepladder.tools.convert.starts import ScriptStarter, Start, Started
-from stepladder.tools.findings.finding import Location
 
 WAYS_TO_MEND = ("sum_over_processes", "mean_over_processes")
 
@@ -153,7 +149,7 @@ class Converter:
             diffs = [diff(name, texts[name], text) for name, text in files.items()]
             texts |= files
             diffs = [text for text in diffs if text]
-            not_judged = _lines_not_judged(conversion) if rung.finish else []
+            not_judged = find_lines_not_judged(conversion) if rung.finish else []
             proved.append(ProvedRung(rung, diffs, proof.holds, not_judged))
             on_rung(proved[-1])
             if rung.letter == self.request.last:
@@ -273,26 +269,6 @@ class Converter:
                 candidate.setdefault(name, []).extend(wrapped)
             edited, proof = self.try_edits(conversion, rung, [*steps, candidate])
         return candidate, edited, proof
-
-
-def _lines_not_judged(conversion: Conversion) -> list[str]:
-    """Return the lines that print values, and that no run came to, or that showed a 0 each time."""
-    facts = conversion.facts
-    judged = {
-        facts.location(line)
-        for event in facts.log.select(Print)
-        for line in (event.at, event.caller)
-        if line
-    }
-    for (line, *_), series in read_series(facts.log).items():
-        if line and not any(series.values):
-            judged.discard(facts.location(line))
-    return [
-        f"{file.name}:{call.lineno} prints what no run has shown, or a 0 each time"
-        for file, call in calls_of(conversion, "print")
-        if not all(isinstance(argument, ast.Constant) for argument in call.args)
-        and not judged & {Location(file.name, line) for line in lines_of(call)}
-    ]
 
 
 def _expression_of(

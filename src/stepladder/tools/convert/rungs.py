@@ -6,6 +6,8 @@ import ast
 from collections.abc import Iterator
 from functools import cached_property
 
+from stepladder.tools.check.events import Print
+from stepladder.tools.check.relations.shown import read_series
 from stepladder.tools.convert.facts import LoaderFacts, ScriptFacts, Use
 from stepladder.tools.convert.source import CannotConvert, Edit, Scope, SourceText
 from stepladder.tools.findings.finding import Location
@@ -290,7 +292,7 @@ def _name_inner_models(conversion: Conversion, edits: Edits) -> None:
         for node in file.nodes(ast.Attribute):
             if node.attr not in KEPT_BY_WRAPPER and _is_model(conversion, file, node.value):
                 add(edits, file, _after_model(file, node.value))
-    for file, call in calls_of(conversion, "torch.save"):
+    for file, call in _calls_of(conversion, "torch.save"):
         models = [node for node in call.args[:1] if _is_model(conversion, file, node)]
         add(edits, file, *(_after_model(file, node) for node in models))
 
@@ -427,12 +429,12 @@ def keep_numbers_of_training(conversion: Conversion) -> Edits:
 def print_once(conversion: Conversion) -> Edits:
     """Let one process print; all compute what is printed."""
     edits: Edits = {}
-    for file, call in calls_of(conversion, "print"):
+    for file, call in _calls_of(conversion, "print"):
         add(edits, file, file.replace(call.func, "print_once"))
     return edits
 
 
-def calls_of(conversion: Conversion, name: str) -> Iterator[tuple[SourceText, ast.Call]]:
+def _calls_of(conversion: Conversion, name: str) -> Iterator[tuple[SourceText, ast.Call]]:
     """Yield the calls of a function in all files, by the name that it has without aliases.
 
     A run that is cut short has not come to those after the training.
@@ -443,15 +445,35 @@ def calls_of(conversion: Conversion, name: str) -> Iterator[tuple[SourceText, as
                 yield file, call
 
 
+def find_lines_not_judged(conversion: Conversion) -> list[str]:
+    """Return the lines that print values, and that no run came to, or that showed a 0 each time."""
+    facts = conversion.facts
+    judged = {
+        facts.location(line)
+        for event in facts.log.select(Print)
+        for line in (event.at, event.caller)
+        if line
+    }
+    for (line, *_), series in read_series(facts.log).items():
+        if line and not any(series.values):
+            judged.discard(facts.location(line))
+    return [
+        f"{file.name}:{call.lineno} prints what no run has shown, or a 0 each time"
+        for file, call in _calls_of(conversion, "print")
+        if not all(isinstance(argument, ast.Constant) for argument in call.args)
+        and not judged & {Location(file.name, line) for line in lines_of(call)}
+    ]
+
+
 def write_once(conversion: Conversion) -> Edits:
     """Let one process write files, each whole or not at all."""
     edits: Edits = {}
     saves: set[Location] = set()
-    for file, call in calls_of(conversion, "torch.save"):
+    for file, call in _calls_of(conversion, "torch.save"):
         add(edits, file, file.replace(call.func, "save_once"))
         saves |= {Location(file.name, line) for line in lines_of(call)}
     for name in ("os.makedirs", "os.mkdir"):
-        for file, call in calls_of(conversion, name):
+        for file, call in _calls_of(conversion, name):
             if len(call.args) == 1 and not call.keywords:
                 folder = file.text_of(call.args[0])
                 add(edits, file, file.replace(call, f"os.makedirs({folder}, exist_ok=True)"))
