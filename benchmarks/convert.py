@@ -189,19 +189,23 @@ def make_row(script: ConvertedScript) -> list[str]:
     ]
 
 
-def list_bars(scripts: list[ConvertedScript]) -> str:
-    """Return a line for each bar."""
-    runs = [script for script in scripts if script.has_run]
-    goal = [script for script in runs if script.reached >= GOAL]
-    wrong = [script for script in runs if script.entry.get("wrong")]
-    slow = [script for script in runs if script.seconds > MAX_SECONDS]
+def list_bars(scripts: list[ConvertedScript], count: int) -> str:
+    """Return a line for each bar; those of all chosen scripts that did not run do not meet it."""
+    changed = [script for script in scripts if GOAL in script.changed]
+    wrong = [script for script in scripts if script.entry.get("wrong")]
+    slow = [script for script in scripts if script.seconds > MAX_SECONDS]
     bars = [
-        (f"at rung {GOAL}", len(goal) >= MIN_SHARE * len(runs), goal, f"{MIN_SHARE:.0%}"),
-        ("wrong in silence, as read", not wrong, wrong, "none"),
-        (f"longer than {MAX_SECONDS} s", not slow, slow, "none"),
+        (
+            f"at rung {GOAL}, and changed by it",
+            len(changed) >= MIN_SHARE * count,
+            len(changed),
+            f"{MIN_SHARE:.0%}",
+        ),
+        ("wrong in silence, as read", not wrong, len(wrong), "none"),
+        (f"longer than {MAX_SECONDS} s", not slow, len(slow), "none"),
     ]
     return "\n".join(
-        f"- {'PASS' if is_met else 'FAIL'}: scripts {what}: {len(found)} of {len(runs)} (bar: {limit})"
+        f"- {'PASS' if is_met else 'FAIL'}: scripts {what}: {found} of {count} (bar: {limit})"
         for what, is_met, found, limit in bars
     )
 
@@ -234,11 +238,12 @@ def main() -> int:
         "by reading",
     ]
     runs = [script for script in scripts if script.has_run]
+    goal = [script for script in runs if script.reached >= GOAL]
     texts = [
         table(header, [make_row(script) for script in scripts]),
-        f"{len(runs)} of {len(scripts)} scripts train as they are, with these libraries."
-        + (f" Chosen, and not run: {not_run}." if not_run else ""),
-        list_bars(scripts),
+        f"Run: {len(scripts)} of {len(entries)}. Not run: {not_run or 'none'}. Trained as they are: {len(runs)}. Rung {GOAL} holds,"
+        f" with or without a change: {len(goal)}.",
+        list_bars(scripts, len(entries)),
         READING,
     ]
     report.finish(texts, args.write)
