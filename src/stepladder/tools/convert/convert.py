@@ -238,7 +238,7 @@ class Converter:
     ) -> tuple[dict[str, EditedText], RungProof]:
         edited = compose(conversion.files, steps)
         # Files that several processes write at once cannot be read back, in the rungs before.
-        unoffered = [self.shortening, *([] if "files" in rung.judged else [self.files_once])]
+        unoffered = [self.shortening, *[self.files_once] * ("files" not in rung.judged)]
         ran = compose(conversion.files, [*steps, *unoffered])
         texts = {name: file.text for name, file in ran.items()}
         if texts != self.started_texts:  # a rung may change nothing
@@ -279,4 +279,6 @@ def _expression_of(
     if file is None:
         return None
     expression = find_shown_expression(file, number.location.line, number.text, number.position)
-    return (file, expression) if expression else None
+    if expression is None:
+        return None
+    return file, expression

@@ -193,8 +193,10 @@ def find_epoch_loop(
             file = conversion.file(use.location)
             loops = file.loops_around(conversion.statement(use.location))
             loops = [loop for loop in loops if depth or not _iterates_at(loop, use.location.line)]
-            if loops:
-                return (file, loops[0]) if isinstance(loops[0], ast.For) else None
+            for loop in loops[:1]:
+                if not isinstance(loop, ast.For):
+                    return None
+                return file, loop
     return None
 
 

@@ -50,9 +50,8 @@ def _pieces_of(node: ast.expr) -> list[Piece]:
         case ast.Dict(keys=keys, values=values):
             pieces: list[Piece] = []
             for key, value in zip(keys, values, strict=True):
-                name = repr(key.value) if isinstance(key, ast.Constant) else ""
-                pieces += [", " if pieces else "{", f"{name}: ", value]
-            return [*pieces, "}"]
+                pieces += [", ", f"{ast.unparse(key or value)}: ", value]
+            return ["{", *pieces[1:], "}"]
         case ast.BinOp(left=ast.Constant(value=str() as text), op=ast.Mod(), right=right):
             values = right.elts if isinstance(right, ast.Tuple) else [right]
             return _fill(FIELD_OF_PERCENT, text, lambda _, index: values[index])
