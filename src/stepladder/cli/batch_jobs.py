@@ -267,8 +267,9 @@ def _format_end(end: dict[str, Any]) -> str:
     if end["step"] is not None:
         line += f" at step {end['step']}"
     line += f": {end['reason']}"
-    if end["text"] and not end["requeued"] and end["reason"] not in FINAL_REASONS:
-        line += f"; {end['text']}"
+    text = end.get("text")  # an older version wrote none
+    if text and not end["requeued"] and end["reason"] not in FINAL_REASONS:
+        line += f"; {text}"
     if end["requeued"]:
         line += ", requeued" if end["code"] is not None else ", requeued by Slurm"
     return line

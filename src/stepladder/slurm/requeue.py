@@ -451,7 +451,7 @@ def handle_end(
         ranks_code=recorded.get("code"),
         restart=start["restart"],
         step=_find_newest_step(job_dir),
-        saves=_count_saves(policy.resume_from, text, [record["saves"] for record in earlier]),
+        saves=_count_saves(policy.resume_from, text, [record.get("saves") for record in earlier]),
         state=parse_field(text, "JobState") or "RUNNING",
         seconds_left=(end_time - datetime.now()).total_seconds() if end_time else None,
         margin=margin,
@@ -459,7 +459,7 @@ def handle_end(
         lost_nodes=find_lost_nodes(text),
     )
     progress = "saves" if end.step is None else "step"
-    decision = decide(end, [record[progress] for record in earlier], policy)
+    decision = decide(end, [record.get(progress) for record in earlier], policy)
     record: dict[str, Any] = {
         **start,
         "reason": decision.reason,
