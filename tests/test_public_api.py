@@ -155,12 +155,15 @@ def used_names(code: str) -> set[str]:
     return names
 
 
+TESTING = ("testing.check_source", "testing.assert_same_on_ranks", "testing.assert_parity")
+
+
 def test_documentation_lessons_and_examples_use_public_names_only() -> None:
     used = {location: used_names(code) for location, code in taught().items()}
     assert not {
         location: private
         for location, names in used.items()
-        if (private := names - {*stepladder.__all__, "testing.check_source"})
+        if (private := names - {*stepladder.__all__, *TESTING})
     }
     together = set().union(*used.values())
     assert {

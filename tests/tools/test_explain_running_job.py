@@ -21,6 +21,8 @@ from pages import documented_keys
 from processes import Started, refused, run, started, wait_until
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+# A new interpreter, whose ranks are its children: what tests fork has them elsewhere.
+COLD = {"PYTHONHASHSEED": "0"}
 # gloo ends the other kinds with an error, and torchrun ends the job.
 KINDS = ("barrier", "save", "worker", "lock", "group", "recv", "new-group", "group-order")
 SPAWNING = """
@@ -69,7 +71,7 @@ def explained(
             is not None
         )
 
-    with started(*command, cwd=cwd, command=program) as running:
+    with started(*command, cwd=cwd, command=program, env=COLD) as running:
         wait_until(is_said, lambda: said, every=0.25)
         yield running
 
@@ -99,7 +101,7 @@ def test_a_hang_of_spawned_ranks_is_explained_in_json_too(tmp_path: Path) -> Non
 def test_of_a_job_that_moves_it_says_so(tmp_path: Path) -> None:
     """Both ranks are in one line at each look."""
     (tmp_path / "loop.py").write_text(LOOP)
-    with started("loop.py", cwd=tmp_path, command=TORCHRUN) as running:
+    with started("loop.py", cwd=tmp_path, command=TORCHRUN, env=COLD) as running:
         wait_until((tmp_path / "first").exists, running.err.read_text)
         done = explain(running, cwd=tmp_path)
     assert done.returncode == 1 and "the job moves\n  rank 0 (pid " in done.stdout, done.stdout

@@ -153,7 +153,7 @@ def test_what_cannot_be_relied_on_is_said() -> None:
     quiet = " ".join(
         Scaling("job", False, [ONE, size(2, 5, compute=4, communication=1)]).verdicts()
     )
-    assert "busy" not in quiet and "above one half up to 5 processes." in quiet
+    assert "busy" not in quiet and "below one half beyond 5 processes." in quiet
 
 
 def test_faster_than_ideal_is_no_negative_cost() -> None:

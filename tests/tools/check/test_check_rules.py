@@ -538,6 +538,7 @@ def test_every_rule_has_a_text_of_its_own() -> None:
         "resume-samples",
         "resume-lr",
         "resume-differs",
+        "preempted",
         "own-task",
         "augmented-evaluation",
         "one-rank-loss",
