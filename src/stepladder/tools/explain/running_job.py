@@ -7,10 +7,12 @@ same place at each look, and its main thread was not woken between them.
 from __future__ import annotations
 
 import subprocess
+import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 
@@ -193,7 +195,9 @@ def _read_stacks(pid: int) -> list[Stack]:
     Raises:
         InputError: py-spy is missing, or may not read it.
     """
-    command = ["py-spy", "dump", "--json", "--nonblocking", "--pid", str(pid)]
+    here = Path(sys.executable).with_name("py-spy")  # of an environment that is not activated
+    program = str(here) if here.exists() else "py-spy"
+    command = [program, "dump", "--json", "--nonblocking", "--pid", str(pid)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=PY_SPY_TIMEOUT_S)
     except FileNotFoundError:
