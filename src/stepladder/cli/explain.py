@@ -74,7 +74,10 @@ def _explain_running_job(pid: int | None, job: str, seconds: float, as_json: boo
     """Print why a job does not move, or that it moves; return the exit code."""
     from stepladder.tools.explain import running_job
 
-    processes = running_job.find_slurm_job(job) if pid is None else running_job.find_job(pid)
+    if pid is not None:
+        processes = running_job.find_job(pid)
+    else:
+        processes = running_job.find_slurm_job(job)
     state = running_job.observe_job(running_job.find_ranks(processes), seconds)
     explanation = state.explanation
     if as_json:

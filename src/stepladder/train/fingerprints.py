@@ -24,10 +24,10 @@ def fingerprint(value: Any) -> bytes:
     """Return 8 bytes that depend on every bit and the shape of a tensor, or on a value's repr."""
     if not isinstance(value, torch.Tensor):
         return blake2b(repr(value).encode(), digest_size=HASH_BYTES).digest()
-    if parts := list_parts(value):
-        # The shape of a nested tensor has a symbol, which is another one each time.
-        shape = () if value.is_nested else tuple(value.shape)
-        return fingerprint([shape, *map(fingerprint, parts)])
+    if parts := _list_parts(value):
+        # Not the shape of a nested tensor: it has a symbol, which is another one each time.
+        shape = [tuple(value.shape)] * (not value.is_nested)
+        return fingerprint([*shape, *map(fingerprint, parts)])
     host = value.detach().cpu().contiguous()
     header = f"{host.dtype} {list(host.shape)}".encode()
     tensor_hash = blake2b(header, digest_size=HASH_BYTES)
@@ -35,7 +35,7 @@ def fingerprint(value: Any) -> bytes:
     return tensor_hash.digest()
 
 
-def list_parts(value: torch.Tensor) -> list[torch.Tensor]:
+def _list_parts(value: torch.Tensor) -> list[torch.Tensor]:
     """Return the dense tensors that make up a nested or a sparse tensor; none for a dense one."""
     if value.is_nested:
         return list(value.unbind())
@@ -43,10 +43,9 @@ def list_parts(value: torch.Tensor) -> list[torch.Tensor]:
         return [value._indices(), value._values()]
     if value.layout is torch.strided:
         return []
-    is_by_row = value.layout in (torch.sparse_csr, torch.sparse_bsr)
-    pointers = value.crow_indices() if is_by_row else value.ccol_indices()
-    numbers = value.col_indices() if is_by_row else value.row_indices()
-    return [pointers, numbers, value.values()]
+    if value.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [value.crow_indices(), value.col_indices(), value.values()]
+    return [value.ccol_indices(), value.row_indices(), value.values()]
 
 
 def digest(data: bytes) -> bytes:

@@ -140,6 +140,9 @@ class RepeatCheck:
     def _recompute(self, batch: Any) -> Tensor | None:
         """Return the loss; None if it cannot be computed without gradients.
 
+        Args:
+            batch: The samples of the microbatch.
+
         Raises:
             InputError: The loss adds gradients by itself.
             RuntimeError: It cannot be computed at all.
@@ -163,7 +166,7 @@ class RepeatCheck:
     def _read_gradients(self) -> list[tuple[int, int]]:
         """Return which tensor is the gradient of each weight, and how often it was written."""
         gradients = (param.grad for param in self.params)
-        return [(id(grad), 0 if grad is None else grad._version) for grad in gradients]
+        return [(id(grad), grad._version) for grad in gradients if grad is not None]
 
     def _is_equal(self, loss: Tensor) -> bool:
         if self.gathers_weights:

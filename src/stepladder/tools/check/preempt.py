@@ -31,6 +31,7 @@ from stepladder.tools.findings.finding import Finding
 
 GRACE_S = 20.0  # between the warning signal and SIGKILL
 STEPS_OF_NEXT_START = 2  # before it is interrupted, too
+OTHER_BATCHES = "it goes on with batches that the unbroken run does not have"
 NOT_COMPARABLE = (
     "--preempt: the samples of batches are not known, so nothing tells where a start goes on"
 )
@@ -177,7 +178,7 @@ def rehearse_moment(
     for index, start in enumerate(starts):
         outcome = run_ranks(start, f"{launch.settings.copy.rpartition('/')[2]}-{index}")
         recording = read_recording(outcome.folder, evidence.run.original, launch.settings.copy)
-        batches = trained_batches(recording.ranks[0]) if recording.ranks else []
+        batches = [each for log in recording.ranks[:1] for each in trained_batches(log)]
         has_loaded = bool(recording.select(Load, StateDictLoad))
         begin = find_begin(unbroken, batches, done, has_loaded)
         if begin is None or has_failed(outcome, start):
@@ -214,8 +215,8 @@ def last_error(outcome: LaunchOutcome) -> str:
     """Return the last line of the output of a start that failed, or went on with other batches."""
     outputs = [outcome.output(rank).rstrip() for rank in outcome.failed_ranks]
     causes = [*filter(has_own_error, outputs), *outputs]
-    lines = causes[0].splitlines() if causes else []
-    return lines[-1] if lines else "it goes on with batches that the unbroken run does not have"
+    lines = [line for cause in causes[:1] for line in cause.splitlines()]
+    return [OTHER_BATCHES, *lines][-1]
 
 
 def describe(rehearsal: InterruptedRun) -> str:
@@ -235,9 +236,8 @@ def count_lost(lost: int) -> str:
 def find_losses(evidence: RunEvidence, rehearsals: list[InterruptedRun]) -> Iterator[Finding]:
     """Yield the worst failure, and the worst loss after a warning signal."""
     failed = next((each for each in rehearsals if each.failure), None)
-    loads = evidence.rank_0.select(Load)
-    backwards = evidence.rank_0.select(Backward)
-    line = loads[0].at if loads else backwards[0].at if backwards else None
+    events = [*evidence.rank_0.select(Load)[:1], *evidence.rank_0.select(Backward)[:1]]
+    line = next((event.at for event in events), None)
     if failed:
         text = f"interrupted {failed.moment}, {describe(failed)}"
         yield evidence.finding("preempted", line, text, severity="error")

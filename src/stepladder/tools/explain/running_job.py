@@ -26,7 +26,7 @@ from stepladder.rank.stacks import Stack, parse_py_spy
 NUM_LOOKS = 3
 # A loop of quick collectives is at one line at each look, and sleeps and wakes in each of them.
 MAX_WAKES_PER_S = 5.0
-PY_SPY_TIMEOUT_S = 30
+MAX_DUMP_S = 30
 # In the command of a process that torch.multiprocessing.spawn has made, which has no variables.
 SPAWNED = "from multiprocessing.spawn import spawn_main"
 JOB_VARIABLE = "SLURM_JOB_ID"
@@ -35,7 +35,7 @@ Environment = Mapping[str, str]
 
 
 @dataclass(frozen=True)
-class RunningRank:
+class _RunningRank:
     """A rank that runs on this machine.
 
     Args:
@@ -91,7 +91,7 @@ def find_slurm_job(job: str) -> list[psutil.Process]:
     processes = [
         process
         for process in psutil.process_iter()
-        if read_environment(process).get(JOB_VARIABLE) == job
+        if _read_environment(process).get(JOB_VARIABLE) == job
     ]
     if not processes:
         raise InputError(
@@ -101,14 +101,14 @@ def find_slurm_job(job: str) -> list[psutil.Process]:
     return processes
 
 
-def read_environment(process: psutil.Process) -> Environment:
+def _read_environment(process: psutil.Process) -> Environment:
     """Return the environment with which a process was started; empty if it cannot be read."""
     with suppress(psutil.Error, OSError):
         return dict(process.environ())
     return {}
 
 
-def find_ranks(processes: Iterable[psutil.Process]) -> list[RunningRank]:
+def find_ranks(processes: Iterable[psutil.Process]) -> list[_RunningRank]:
     """Return the ranks among the processes, sorted.
 
     A rank is the first Python process of its number: data loaders' workers have the same variables.
@@ -117,14 +117,14 @@ def find_ranks(processes: Iterable[psutil.Process]) -> list[RunningRank]:
         InputError: There is none.
     """
     pythons = [process for process in processes if _is_python(process)]
-    environments = {process.pid: read_environment(process) for process in pythons}
+    environments = {process.pid: _read_environment(process) for process in pythons}
     for launcher in LAUNCHERS:
-        ranks: dict[int, RunningRank] = {}
+        ranks: dict[int, _RunningRank] = {}
         for process in sorted(pythons, key=psutil.Process.create_time):
             env = environments[process.pid]
             number = env.get(launcher.rank, "")
             if launcher.marker in env and number.isdigit():
-                ranks.setdefault(int(number), RunningRank(int(number), process, env, launcher))
+                ranks.setdefault(int(number), _RunningRank(int(number), process, env, launcher))
         if ranks:
             return [ranks[rank] for rank in sorted(ranks)]
     spawned = [process for process in pythons if SPAWNED in " ".join(process.cmdline())]
@@ -136,7 +136,7 @@ def find_ranks(processes: Iterable[psutil.Process]) -> list[RunningRank]:
         )
     spawned.sort(key=psutil.Process.create_time)
     return [
-        RunningRank(rank, process, environments[process.pid], None)
+        _RunningRank(rank, process, environments[process.pid], None)
         for rank, process in enumerate(spawned)
     ]
 
@@ -147,7 +147,7 @@ def _is_python(process: psutil.Process) -> bool:
     return False
 
 
-def observe_job(ranks: list[RunningRank], seconds: float) -> JobState:
+def observe_job(ranks: list[_RunningRank], seconds: float) -> JobState:
     """Look at all ranks several times, spread over some seconds.
 
     Raises:
@@ -169,11 +169,12 @@ def observe_job(ranks: list[RunningRank], seconds: float) -> JobState:
     if not any(stands_still):
         return JobState(statuses, None)
     statuses = sorted([*statuses, *_find_ended(ranks)], key=lambda status: status.rank)
-    total = ranks[0].read_number(ranks[0].launcher.world_size) if ranks[0].launcher else None
+    first = ranks[0]
+    total = first.launcher and first.read_number(first.launcher.world_size)
     return JobState(statuses, explain_hang(statuses, total in (None, len(statuses))))
 
 
-def _inspect(rank: RunningRank) -> RankStatus:
+def _inspect(rank: _RunningRank) -> RankStatus:
     process = rank.process
     try:
         is_stopped = process.status() == "stopped"
@@ -185,7 +186,9 @@ def _inspect(rank: RunningRank) -> RankStatus:
         }
     except psutil.NoSuchProcess:
         return RankStatus(rank.rank, process.pid, ProcessState.ENDED)
-    state = ProcessState.STOPPED if is_stopped else ProcessState.RUNNING
+    state = ProcessState.RUNNING
+    if is_stopped:
+        state = ProcessState.STOPPED
     return RankStatus(rank.rank, process.pid, state, threads=threads, workers=workers)
 
 
@@ -199,7 +202,7 @@ def _read_stacks(pid: int) -> list[Stack]:
     program = str(here) if here.exists() else "py-spy"
     command = [program, "dump", "--json", "--nonblocking", "--pid", str(pid)]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=PY_SPY_TIMEOUT_S)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=MAX_DUMP_S)
     except FileNotFoundError:
         raise InputError("py-spy is not installed", "pip install py-spy") from None
     except subprocess.TimeoutExpired:
@@ -215,7 +218,7 @@ def _read_stacks(pid: int) -> list[Stack]:
     )
 
 
-def _count_wakes(rank: RunningRank) -> int:
+def _count_wakes(rank: _RunningRank) -> int:
     """Return how often the main thread of a rank has slept and was woken."""
     with suppress(psutil.Error):
         return int(rank.process.num_ctx_switches().voluntary)
@@ -230,7 +233,7 @@ def _is_at_one_place(same: list[RankStatus]) -> bool:
     return all(status.state == first.state and status.threads == first.threads for status in same)
 
 
-def _find_ended(ranks: list[RunningRank]) -> Iterator[RankStatus]:
+def _find_ended(ranks: list[_RunningRank]) -> Iterator[RankStatus]:
     """Yield the ranks of this node that have ended while torchrun lets the others run.
 
     It does so only after exit code 0.

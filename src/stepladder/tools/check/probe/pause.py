@@ -12,7 +12,7 @@ from stepladder.tools.check.events import Paused
 from stepladder.tools.check.probe.probe_log import current_log
 from stepladder.tools.check.probe_settings import SIGNALLED_FILE
 
-POLL_INTERVAL_S = 0.01
+PAUSE_POLL_S = 0.01
 MAX_PAUSE_S = 30.0
 
 counts: Counter[str] = Counter()
@@ -38,12 +38,13 @@ def pause_within_save(path: str) -> None:
     if not reaches("save"):
         return
     file = Path(path)
-    contents = file.read_bytes() if file.is_file() else b""
-    if contents:
-        os.truncate(path, len(contents) // 2)
+    if not file.is_file():  # such as one in memory
+        wait_for_signal()
+        return
+    contents = file.read_bytes()
+    os.truncate(path, len(contents) // 2)
     wait_for_signal()
-    if contents:
-        file.write_bytes(contents)
+    file.write_bytes(contents)
 
 
 def wait_for_signal() -> None:
@@ -54,4 +55,4 @@ def wait_for_signal() -> None:
         with suppress(OSError):
             os.stat(f"{log.settings.folder}/{SIGNALLED_FILE}")  # noqa: PTH116  # not a look of the script
             return
-        time.sleep(POLL_INTERVAL_S)
+        time.sleep(PAUSE_POLL_S)
