@@ -25,9 +25,7 @@ def fingerprint(value: Any) -> bytes:
     if not isinstance(value, torch.Tensor):
         return blake2b(repr(value).encode(), digest_size=HASH_BYTES).digest()
     if parts := _list_parts(value):
-        # Not the shape of a nested tensor: it has a symbol, which is another one each time.
-        shape = [tuple(value.shape)] * (not value.is_nested)
-        return fingerprint([*shape, *map(fingerprint, parts)])
+        return fingerprint([fingerprint(part) for part in parts])
     host = value.detach().cpu().contiguous()
     header = f"{host.dtype} {list(host.shape)}".encode()
     tensor_hash = blake2b(header, digest_size=HASH_BYTES)
@@ -37,15 +35,16 @@ def fingerprint(value: Any) -> bytes:
 
 def _list_parts(value: torch.Tensor) -> list[torch.Tensor]:
     """Return the dense tensors that make up a nested or a sparse tensor; none for a dense one."""
-    if value.is_nested:
-        return list(value.unbind())
-    if value.layout is torch.sparse_coo:
-        return [value._indices(), value._values()]
-    if value.layout is torch.strided:
+    if value.layout is torch.strided and not value.is_nested:
         return []
+    if value.is_nested:  # its shape has a symbol, which is another one each time
+        return list(value.unbind())
+    shape = torch.tensor(value.shape)
+    if value.layout is torch.sparse_coo:
+        return [shape, value._indices(), value._values()]
     if value.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return [value.crow_indices(), value.col_indices(), value.values()]
-    return [value.ccol_indices(), value.row_indices(), value.values()]
+        return [shape, value.crow_indices(), value.col_indices(), value.values()]
+    return [shape, value.ccol_indices(), value.row_indices(), value.values()]
 
 
 def digest(data: bytes) -> bytes:
