@@ -452,3 +452,26 @@ def test_a_port_in_use_is_one_line(tmp_path: Path, env: dict[str, str]) -> None:
             run("run", *NPROC, "--master-port", port, SCRIPT, cwd=tmp_path, env=env),
             f"{port} is in use",
         )
+
+
+def test_a_rank_that_dies_of_a_signal_before_its_launcher_gets_it_was_stopped(
+    tmp_path: Path, env: dict[str, str]
+) -> None:
+    """A batch system sends it to all processes, in any order."""
+    (tmp_path / "waits.py").write_text(
+        "import os, time\n"
+        "open('new', 'w').write(str(os.getpid()))\n"
+        "os.rename('new', 'pid')\n"
+        "time.sleep(1000)\n"
+    )
+    word = tmp_path / "ended.json"
+    of_job = {END_FILE_VARIABLE: f"7:{word}", "SLURM_JOB_ID": "7", "SLURMD_NODENAME": "n1"}
+    with started("run", "--nproc", 1, "waits.py", cwd=tmp_path, env=env | of_job) as running:
+        wait_until((tmp_path / "pid").exists, running.err.read_text)
+        rank = psutil.Process(int((tmp_path / "pid").read_text()))
+        rank.send_signal(signal.SIGTERM)
+        wait_until(lambda: not is_alive(rank))
+        running.popen.send_signal(signal.SIGTERM)
+        assert running.popen.wait(60) == 1
+        assert "stopped by SIGTERM" in running.err.read_text()
+    assert json.loads(word.read_text())["code"] == 143

@@ -24,7 +24,7 @@ def check(kind: str, folder: Path, *flags: object) -> tuple[int, list[str], list
     assert {finding["rule"] for finding in report["findings"]} <= {"preempted"}
     seen = [finding["evidence"] for finding in report["findings"]]
     begin = next(i for i, line in enumerate(report["held"]) if line.startswith("preemption: "))
-    return done.returncode, seen, report["held"][begin:]
+    return done.returncode, seen, report["held"][begin : begin + 4]
 
 
 @pytest.mark.ranks

@@ -14,6 +14,7 @@ from typing import Any
 
 from stepladder.core.console import print_message
 from stepladder.core.errors import DONE, is_failure
+from stepladder.core.waiting import wait_until
 from stepladder.launcher.diagnose.explanation import Explanation
 from stepladder.launcher.diagnose.hang import explain_hang, find_rank_to_blame
 from stepladder.launcher.diagnose.mismatch import find_mismatch
@@ -34,6 +35,7 @@ from stepladder.rank.open_file import MemoryFile
 from stepladder.rank.shared_segment import EXCHANGE_VARIABLE, GLOO_EXCHANGE, MEMORY_EXCHANGE
 
 CONSENSUS_INTERVAL_S = 0.02  # while the votes of other nodes are missing
+SIGNAL_DELAY_S = 0.5  # between a signal to a rank, and the same to this process
 FIRST_FAILURE_GRACE_S = 0.5  # the rank that is the cause may end a moment after the others
 SHARED_FAILURE_GRACE_S = 10.0  # when all ranks fail: rank 0 may have a snapshot to finish
 SCRIPT_TERM_GRACE_S = 5.0  # from SIGTERM to SIGKILL, for a script when one of its ranks has failed
@@ -321,7 +323,16 @@ class GroupAttempt:
         return determine_outcome(evidence)
 
     def _get_script_stop_signal(self) -> int:
-        return self._stop_request.signal_number if self._is_script else 0
+        """Return the signal that asked a script to stop; 0 if there was none.
+
+        A batch system sends it to the ranks and to this process: a rank may have died of it before.
+        """
+        if not self._is_script:
+            return 0
+        codes = {member.process.exitcode for member in self._members}
+        if codes & {-number for number in self._context.spec.stop_signals}:
+            wait_until(lambda: self._stop_request.signal_number, SIGNAL_DELAY_S)
+        return self._stop_request.signal_number
 
     def _list_counted_members(self) -> list[RankProcess]:
         """Return the ranks that count for the outcome: all but those that were abandoned."""
