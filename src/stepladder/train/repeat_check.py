@@ -180,13 +180,15 @@ def _other_group() -> Iterator[None]:
 
     What a loss returns must not depend on these answers.
     """
-    get_world_size, get_rank = dist.get_world_size, dist.get_rank
+    get_world_size = dist.get_world_size
+    get_rank = dist.get_rank
     dist.get_world_size = lambda group=None: 2 * get_world_size(group)
     dist.get_rank = lambda group=None: get_rank(group) + get_world_size(group)
     try:
         yield
     finally:
-        dist.get_world_size, dist.get_rank = get_world_size, get_rank
+        dist.get_world_size = get_world_size
+        dist.get_rank = get_rank
 
 
 def hash_batch(batch: Any) -> bytes:
