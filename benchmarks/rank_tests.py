@@ -24,7 +24,6 @@ from report import Report, table
 
 PLANTED = Path(__file__).parents[1] / "tests" / "tools" / "planted_on_ranks.py"
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-rA", "--color=no", "-p", "no:cacheprovider"]
-PLUGIN = ["-p", "stepladder.pytest_plugin"]
 MARK = "RANK_TESTS_RUN"
 TESTS = 200
 SECONDS = 600.0
@@ -88,7 +87,7 @@ def run_pytest(code: str, *flags: str) -> tuple[str, float]:
 def count_right_lines() -> tuple[int, list[list[str]]]:
     """Run the planted failures, and compare the first line of each with its docstring."""
     code = PLANTED.read_text()
-    shown, _ = run_pytest(code, *PLUGIN)
+    shown, _ = run_pytest(code)
     lines = dict(
         re.findall(
             r"^_+ (?:ERROR at \w+ of )?(test_\w+)\[\d-ranks\] _+\n(.*)$", shown, re.MULTILINE
@@ -147,7 +146,7 @@ def await_no_process(run: str) -> int:
 def kill_ranks(kills: int) -> int:
     """Let one rank of each test die; return how many processes are left of all of them."""
     os.environ[MARK] = "ranks"
-    shown, _ = run_pytest(KILLED.format(kills), *PLUGIN)
+    shown, _ = run_pytest(KILLED.format(kills))
     del os.environ[MARK]
     named = len(re.findall(r"^rank \d was killed by SIGKILL", shown, re.MULTILINE))
     print(f"{named} of {kills} kills of ranks named", flush=True)
@@ -163,7 +162,7 @@ def kill_any(kills: int) -> int:
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "test_it.py").write_text(HANGS)
             pytest = subprocess.Popen(
-                [*PYTEST, *PLUGIN, "test_it.py"],
+                [*PYTEST, "test_it.py"],
                 cwd=folder,
                 env={**os.environ, MARK: run},
                 stdout=subprocess.DEVNULL,
@@ -193,9 +192,9 @@ def main() -> None:
     report = Report("rank_tests.py", "Tests on ranks", ["torch", "pytest", "stepladder"], "2")
     cost = import_milliseconds()
     used = [processor_seconds()]
-    _, one = run_pytest(GOOD.format(1), *PLUGIN)
+    _, one = run_pytest(GOOD.format(1))
     used.append(processor_seconds())
-    shown, many = run_pytest(GOOD.format(TESTS + 1), *PLUGIN)
+    shown, many = run_pytest(GOOD.format(TESTS + 1))
     used.append(processor_seconds())
     computed = (used[2] - 2 * used[1] + used[0]) / TESTS
     print(

@@ -126,6 +126,7 @@ def nothing_left_behind() -> Iterator[None]:
     environment = _environment()
     threads = set(threading.enumerate())
     folder = set(Path.cwd().iterdir())
+    processes = _children()  # of the session, as the one that ranks are forked from
     yield
     assert _environment() == environment, "the test changed environment variables"
     assert Path.cwd().is_dir() and set(Path.cwd().iterdir()) <= folder, (
@@ -133,7 +134,7 @@ def nothing_left_behind() -> Iterator[None]:
     )
     deadline = time.monotonic() + 30  # what ends by itself may take its time on a busy machine
     while (
-        leftovers := _children()
+        leftovers := (_children() - processes)
         | {
             thread
             for thread in set(threading.enumerate()) - threads

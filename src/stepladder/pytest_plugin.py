@@ -26,8 +26,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Make one test of a marked one for each number of processes."""
-    mark = metafunc.definition.get_closest_marker("ranks")
-    if mark is not None and mark.args:
+    if mark := _find_mark(metafunc.definition):
         _validate(mark)
         metafunc.fixturenames.append("num_ranks")
         names = [f"{number}-ranks" for number in mark.args]
@@ -54,7 +53,7 @@ def num_ranks(request: pytest.FixtureRequest) -> int:
 @pytest.fixture
 def comm(request: pytest.FixtureRequest) -> Iterator[Comm]:
     """Yield the collectives of the processes that run this test, as `stepladder.Comm`."""
-    if not _is_on_ranks(request.node):
+    if not _find_mark(request.node):
         pytest.fail("the fixture comm needs @pytest.mark.ranks(2), or another number", False)
     from stepladder.tools.rank_tests.rank_test import open_comm
 
@@ -62,14 +61,16 @@ def comm(request: pytest.FixtureRequest) -> Iterator[Comm]:
         yield opened
 
 
-def _is_on_ranks(item: pytest.Item) -> bool:
-    return "num_ranks" in getattr(getattr(item, "callspec", None), "params", ())
+def _find_mark(item: pytest.Item) -> pytest.Mark | None:
+    """Return the marker; None without a number, with which another suite may mark its tests."""
+    mark = item.get_closest_marker("ranks")
+    return mark if mark and mark.args else None
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Fork the process of which each rank is a fork, while no test has run in this one."""
-    if session.config.option.collectonly or not any(map(_is_on_ranks, session.items)):
+    if session.config.option.collectonly or not any(map(_find_mark, session.items)):
         return
     from stepladder.tools.rank_tests.rank_server import RankServer
 
@@ -79,7 +80,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
     """Run a marked test on its processes, and report once what they report."""
-    if not _is_on_ranks(item):
+    if not _find_mark(item):
         return None
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
     for report in item.config.stash[SERVER].run(item):
