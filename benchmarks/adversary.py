@@ -112,9 +112,11 @@ def train(task: Task, rank: int, world_size: int) -> Outcome:
 
     from stepladder import InputError, Settings, Trainer, World
     from stepladder.core.errors import PeerLost
+    from stepladder.train.pretended_ranks import pretend_one_rank
     from stepladder.train.process_group import process_group
 
     os.environ[EXCHANGE_VARIABLE] = MEMORY_EXCHANGE
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
@@ -123,7 +125,8 @@ def train(task: Task, rank: int, world_size: int) -> Outcome:
     world = World(rank, world_size, rank, world_size, task.store, "adversary")
     try:
         settings = Settings(task.run_dir, sync="exact", progress=False, **values)
-        job = kind.build()
+        with pretend_one_rank():  # as `stepladder train` does
+            job = kind.build()
         if task.part.is_stopped and rank == 0:
             object.__setattr__(job, "loss", stop_at_call(job.loss))
         with process_group(world, torch.device("cpu"), timeout_seconds=HANG_S) as comm:

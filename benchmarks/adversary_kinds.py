@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import random
 import time
 from collections import Counter, deque
@@ -1429,3 +1430,58 @@ def sparse_batch() -> Job:
         return torch.stack(rows).to_sparse(), torch.stack(labels)
 
     return job(loss=loss, data=Items(lambda index: (x[index], y[index])), collate=collate)
+
+
+def ranks() -> int:
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
+@kind()
+def build_that_asks_for_the_number_of_ranks() -> Job:
+    return job(optimizer=lambda params: torch.optim.SGD(params, lr=0.01 * ranks()))
+
+
+@kind(refused="another loss", full="another loss")
+def loss_that_reads_the_number_of_ranks() -> Job:
+    def loss(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+        total, count = cross_entropy(model, batch)
+        return total / ranks(), count
+
+    return job(loss=loss)
+
+
+@kind(refused="other data when they are read again")
+def data_by_the_number_of_the_rank() -> Job:
+    x, y = vectors()
+
+    def read(index: int) -> tuple[Tensor, Tensor]:
+        return x[index] * (1 + int(os.environ.get("RANK", 0))), y[index]
+
+    return job(data=Items(read))
+
+
+STEPS: list[int] = []
+
+
+@kind(refused="the variable STEPS of rate")
+def rate_by_a_global_counter() -> Job:
+    def rate(_: int) -> float:
+        STEPS.append(1)
+        return 0.99 ** len(STEPS)
+
+    STEPS.clear()
+    made = job()
+    return replace(made, schedule=torch.optim.lr_scheduler.LambdaLR(made.optimizer, rate))
+
+
+@kind(refused="the variable STEPS of CountedSteps.step", full="slices", optimizer="slices")
+def optimizer_with_a_global_counter() -> Job:
+    STEPS.clear()
+    return job(optimizer=lambda params: CountedSteps(params, lr=0.05))
+
+
+class CountedSteps(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        STEPS.append(1)
+        self.param_groups[0]["lr"] = 0.05 / len(STEPS)
+        super().step()

@@ -119,7 +119,7 @@ class Server:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                env=full_env,
+                env={**full_env, "PYTHONHASHSEED": "0"},  # else a rank of `train` starts anew
             )
             os.close(theirs)
 

@@ -46,7 +46,7 @@ PRELOADED = (
 )
 UNBUFFERED = "PYTHONUNBUFFERED"
 # Set by `stepladder`, and by us; what they change is changed in a fork as well.
-GIVEN = ("OMP_NUM_THREADS", "GOMP_SPINCOUNT", UNBUFFERED)
+GIVEN = ("OMP_NUM_THREADS", "GOMP_SPINCOUNT", "PYTHONHASHSEED", UNBUFFERED)
 BEGUN_WITH = {name: value for name, value in at_start(os.environ).items() if name not in GIVEN}
 SPAWN = util.spawnv_passfds  # type: ignore[attr-defined]
 FORK_SERVER = "from multiprocessing.forkserver import main; "

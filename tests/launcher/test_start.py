@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -34,7 +37,7 @@ def build(config):
 def test_threads_wait_briefly_unless_told_otherwise(
     given: dict[str, str], spins: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "PYTHONHASHSEED"):
         monkeypatch.setenv(name, "")  # so that what the start sets is undone, too
         monkeypatch.delenv(name)
     for name, value in given.items():
@@ -45,3 +48,42 @@ def test_threads_wait_briefly_unless_told_otherwise(
     with pytest.raises(InputError, match="that is all"):
         start(TrainRequest(job, {}, Settings(tmp_path / "run", progress=False)), Launch())
     assert marker.read_text() == str(spins)
+
+
+HASHES = """
+from dataclasses import dataclass
+from stepladder import InputError
+
+@dataclass
+class Config:
+    seed: int = 0
+
+def build(config):
+    raise InputError(f"it is {hash('a text')}", "nothing")
+"""
+
+
+def hash_with_seed(seed: str) -> str:
+    command = [sys.executable, "-S", "-c", "print(hash('a text'))"]
+    done = subprocess.run(
+        command, env={"PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True
+    )
+    return done.stdout.strip()
+
+
+@pytest.mark.parametrize("start", [[], ["--nproc", "2"]], ids=["one process", "ranks"])
+@pytest.mark.parametrize(("given", "seed"), [({}, "0"), ({"PYTHONHASHSEED": "1"}, "1")])
+def test_python_hashes_a_text_alike_in_each_start_unless_it_was_told_how(
+    start: list[str], given: dict[str, str], seed: str, tmp_path: Path
+) -> None:
+    (tmp_path / "job.py").write_text(HASHES)
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONHASHSEED"} | given
+    done = subprocess.run(
+        [sys.executable, "-m", "stepladder", "train", "job.py", *start],
+        cwd=tmp_path,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert f"it is {hash_with_seed(seed)}." in done.stderr

@@ -357,6 +357,21 @@ def test_a_job_that_goes_to_another_folder_takes_no_run_directory_along(
     ).exists() and find_end_file() == tmp_path / "ended.json"
 
 
+@pytest.mark.parametrize(("sync", "sizes"), [("exact", "11"), ("ddp", "33")])
+@pytest.mark.usefixtures("restored_imports")
+def test_with_exact_a_job_is_told_that_there_is_one_rank(
+    sync: Any, sizes: str, job_file: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    text = SIZES.replace("return None", "raise ValueError(READ + os.environ['WORLD_SIZE'])")
+    path = job_file(f"import os\nREAD = os.environ['WORLD_SIZE']\n{text}")
+    request = TrainRequest(path, {"lr": 0.1}, Settings("runs", sync=sync))
+    build, _ = load_job(request, World())
+    with pytest.raises(ValueError, match=sizes):
+        build()
+    assert os.environ["WORLD_SIZE"] == "3"
+
+
 @pytest.mark.usefixtures("restored_imports")
 def test_a_job_file_that_takes_the_ranks_variables_away_is_one_line(
     job_file: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch

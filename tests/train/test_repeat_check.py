@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections import namedtuple
 
 import pytest
@@ -122,6 +123,11 @@ def test_a_loss_that_asks_for_the_number_of_ranks_is_refused(monkeypatch):
     check, _ = weight_check(lambda weight: weight.sum() * (1 if dist.get_rank() else 2))
     check.validate(0)
     assert (dist.get_world_size(), dist.get_rank()) == (3, 1)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)  # as on one process
+    check, _ = weight_check(lambda weight: weight.sum() / int(os.environ.get("WORLD_SIZE", 1)))
+    with pytest.raises(Exception, match="another loss"):
+        check.validate(0)
+    assert "WORLD_SIZE" not in os.environ
 
 
 @pytest.mark.parametrize(

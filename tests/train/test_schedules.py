@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -207,6 +208,47 @@ def test_a_function_of_a_schedule_that_changes_what_it_encloses_is_refused(tmp_p
     job = make_job(0.1, lambda it: lr_scheduler.LambdaLR(it, rate))
     with pytest.raises(InputError, match=r"^a step changes the variable calls of .*rate, which no"):
         fit(tmp_path, job)
+
+
+STEPS: list[int] = []
+
+
+def count_steps() -> int:
+    STEPS.append(1)
+    return len(STEPS)
+
+
+class ReadsVariable(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.param_groups[0]["params"][0].add_(self.param_groups[0]["params"][0].grad)
+        count_steps()
+
+
+class DecaysByVariable(lr_scheduler.LRScheduler):
+    def get_lr(self) -> Any:
+        return [rate * 0.9 ** count_steps() for rate in self.base_lrs]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda job: replace(job, optimizer=ReadsVariable(job.model.parameters(), lr=0.1)),
+        lambda job: replace(job, schedule=DecaysByVariable(job.optimizer)),
+        lambda job: replace(
+            job, schedule=lr_scheduler.LambdaLR(job.optimizer, lambda step: 0.9 ** count_steps())
+        ),
+    ],
+    ids=["optimizer", "schedule", "function"],
+)
+def test_a_global_variable_that_a_step_changes_is_refused(
+    change: Callable[[Job], Job], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "STEPS", [])
+    with pytest.raises(
+        InputError, match=r"^a step changes the variable STEPS of count_steps, which"
+    ):
+        fit(tmp_path, change(make_job(0.1)))
 
 
 def change_rate(job: Job) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 
 from stepladder.core.address import (
     can_bind,
@@ -37,6 +39,9 @@ from stepladder.rank.preemption import get_seconds_left
 from stepladder.storage.trained_jobs import record_trained_job
 
 FOREIGN_LOCK_TIMEOUT_S = 120.0
+# Python's own hashes of texts differ in each start without it, and with them the order of a set of
+# words: a vocabulary made of one would be another on each rank, and after each resume.
+HASH_SEED_VARIABLE = "PYTHONHASHSEED"
 # Spins of torch's threads once torch is loaded, so that they wait for each other for microseconds
 # only. libgomp's default is hundreds of times that. On a busy machine a long spin takes the core
 # from the very thread that is waited for: with twenty runnable processes on two cores, 0.6 steps a
@@ -93,6 +98,7 @@ def start(request: TrainRequest, launch: Launch) -> int:
     get_seconds_left()  # raises InputError for an invalid time limit
     with EndWriter() as end:
         placement = _place_ranks(request, launch)
+        _fix_text_hashes(placement.is_rank)
         if placement.is_single_process:
             validate_limits()
             get_scratch_folder()  # sockets of data loaders are there
@@ -128,9 +134,26 @@ class _Placement:
         return self.nodes[1] > 1
 
     @property
+    def is_rank(self) -> bool:
+        """Whether this process is a rank, and starts none."""
+        return self.is_single_process or (not self.is_on_nodes and self.world.world_size > 1)
+
+    @property
     def is_single_process(self) -> bool:
         """Whether this process is the only rank."""
         return not self.is_on_nodes and self.world.world_size == 1 and self.max_nproc == 1
+
+
+def _fix_text_hashes(is_rank: bool) -> None:
+    """Have Python hash a text alike in each rank and start, unless the user has chosen how.
+
+    It reads the variable when it starts: a command that is a rank itself starts anew.
+    """
+    if HASH_SEED_VARIABLE not in os.environ:
+        os.environ[HASH_SEED_VARIABLE] = "0"
+        is_command = "stepladder" in Path(sys.argv[0]).parts[-2:]  # its file or its __main__.py
+        if is_rank and is_command and sys.flags.hash_randomization:
+            os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 def _place_ranks(request: TrainRequest, launch: Launch) -> _Placement:

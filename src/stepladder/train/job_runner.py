@@ -8,7 +8,7 @@ import os
 import random
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import MISSING, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from stepladder.train.group_setup import pick_device
 from stepladder.train.job import Job, Recipe
 from stepladder.train.job_file import load_job_file, raise_on_exit
 from stepladder.train.job_source import validate_int_size
+from stepladder.train.pretended_ranks import pretend_one_rank
 from stepladder.train.process_group import process_group
 from stepladder.train.run_spec import resolve_sizes
 from stepladder.train.trainer import Trainer
@@ -134,7 +135,10 @@ def load_job(request: TrainRequest, world: World) -> tuple[Callable[[], Job], Re
     path = request.job
     settings = request.settings
     _validate_init_from(settings)
-    module = load_job_file(path)
+    # With exact, on any number of ranks the job is that of one.
+    answers = pretend_one_rank if settings.sync == "exact" else nullcontext
+    with answers():
+        module = load_job_file(path)
     config_class: Any = getattr(module, "Config", None)
     values = request.config
     if settings.batch_per_rank is not None and hasattr(config_class, "global_batch"):
@@ -151,7 +155,7 @@ def load_job(request: TrainRequest, world: World) -> tuple[Callable[[], Job], Re
 
     def build() -> Job:
         defer_dynamo()
-        with raise_on_exit(path), name_machine_errors(), explain_build_errors(path):
+        with answers(), raise_on_exit(path), name_machine_errors(), explain_build_errors(path):
             job = module.build(config)
         if not isinstance(job, Job):
             raise InputError(

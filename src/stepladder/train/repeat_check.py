@@ -8,12 +8,11 @@ it would train other weights on each number of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from stepladder.core.errors import InputError
@@ -21,6 +20,7 @@ from stepladder.core.plan import Span
 from stepladder.train.batch_reader import BatchReader
 from stepladder.train.fingerprints import fingerprint
 from stepladder.train.generators import seed_generators
+from stepladder.train.pretended_ranks import pretend_more_ranks
 
 # Of a loss that is computed without gradients, for which libraries may have other kernels.
 NO_GRAD_TOLERANCE = 1e-5
@@ -86,13 +86,14 @@ class RepeatCheck:
         # A source that draws must not draw what it has drawn the first time.
         seed_generators(REREAD_SEED, self.loss.device)
         # Twice: a forked worker has drawn what this process draws from its own copy first.
-        batches = [self.reader.read(step, self.span) for _ in range(2)]
+        with pretend_more_ranks():
+            batches = [self.reader.read(step, self.span) for _ in range(2)]
         batch = batches[0]
         if {hash_batch(each) for each in batches} != {self.batch_hash}:
             raise InputError(
                 "--sync exact: the same samples are other data when they are read again",
-                "draw random numbers in a map-style Dataset, from the default generators;"
-                f" {VERIFY_HINT}",
+                "draw random numbers in a map-style Dataset, from the default generators; no number"
+                f" of processes in it; {VERIFY_HINT}",
             )
         loss = self._recompute(batch)
         if loss is not None and self.draws != fingerprint(torch.get_rng_state()):
@@ -150,7 +151,7 @@ class RepeatCheck:
         assert self.span is not None
         before = self._read_gradients()
         try:
-            with _other_group():
+            with pretend_more_ranks():
                 loss = self.compute(self.span, batch).detach()
             if self._read_gradients() != before:
                 raise InputError(
@@ -172,23 +173,6 @@ class RepeatCheck:
         if self.gathers_weights:
             return torch.allclose(loss, self.loss, rtol=NO_GRAD_TOLERANCE, equal_nan=True)
         return fingerprint(loss) == fingerprint(self.loss)
-
-
-@contextmanager
-def _other_group() -> Iterator[None]:
-    """Have torch.distributed answer as in a group of twice as many ranks.
-
-    What a loss returns must not depend on these answers.
-    """
-    get_world_size = dist.get_world_size
-    get_rank = dist.get_rank
-    dist.get_world_size = lambda group=None: 2 * get_world_size(group)
-    dist.get_rank = lambda group=None: get_rank(group) + get_world_size(group)
-    try:
-        yield
-    finally:
-        dist.get_world_size = get_world_size
-        dist.get_rank = get_rank
 
 
 def hash_batch(batch: Any) -> bytes:

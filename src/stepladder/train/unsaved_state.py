@@ -1,15 +1,17 @@
 """A check that a step changes nothing of an optimizer or a schedule that no snapshot would have.
 
 torch's own classes keep their state where `state_dict` finds it. A class of the user's may keep a
-counter or its moments in attributes, and the function of a LambdaLR may change a variable.
+counter or its moments in attributes, and its methods, or the function of a LambdaLR, may change a
+variable.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from functools import cache
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -37,13 +39,21 @@ class UnsavedState(LoopListener):
             for function in getattr(part, "lr_lambdas", ())
             if isinstance(function, FunctionType)
         ]
+        users = (*list_optimizers(job.optimizer), *job.schedules)
+        methods = [
+            method
+            for each in users
+            for class_ in type(each).__mro__
+            for method in vars(class_).values()
+        ]
+        self.readers = _find_readers((*methods, *(function for function, _ in self.functions)))
         self.calls_functions = True  # until the first step is done
         self.values = self._read_values()
 
     @property
     def can_exist(self) -> bool:
         """Whether an object is there whose state could be left out."""
-        return bool(self.objects or self.functions)
+        return bool(self.objects or self.functions or self.readers)
 
     def _read_values(self) -> dict[str, Any]:
         values = {
@@ -52,14 +62,13 @@ class UnsavedState(LoopListener):
             for name, value in vars(each).items()
             if name not in _find_torch_attributes()
         }
-        for function, epoch in self.functions:
-            if function.__closure__:
-                variables = inspect.getclosurevars(function).nonlocals
-                values |= {
-                    f"variable {name} of {function.__qualname__}": value
-                    for name, value in variables.items()
-                }
-            if self.calls_functions:  # one that reads the time has another result
+        for function in self.readers:
+            values |= {
+                f"variable {name} of {function.__qualname__}": value
+                for name, value in _read_variables(function).items()
+            }
+        if self.calls_functions:  # one that reads the time has another result
+            for function, epoch in self.functions:
                 name = f"result of {function.__qualname__} for the same argument"
                 values[name] = float(function(epoch))
         return {name: tuple(_outline(value)) for name, value in values.items()}
@@ -80,7 +89,6 @@ class UnsavedState(LoopListener):
                 )
         if self.calls_functions:
             self.calls_functions = False
-            self.functions = [each for each in self.functions if each[0].__closure__]
 
 
 @cache
@@ -91,6 +99,47 @@ def _find_torch_attributes() -> set[str]:
     """
     attributes = vars(torch.optim.Optimizer([torch.zeros(1)], {}))
     return {*attributes, "_opt_called", "_step_count", "step"}
+
+
+def _find_readers(functions: Iterable[Any]) -> list[FunctionType]:
+    """Return the functions among some objects, and those that they call by a variable's name.
+
+    Functions of installed libraries, which note the warnings that they have shown, and those of
+    another module than their caller's are left out.
+    """
+    readers: list[FunctionType] = []
+    found = list(functions)
+    while found:
+        function = found.pop()
+        if isinstance(function, FunctionType):
+            function = inspect.unwrap(function)  # torch wraps `step`
+            if function in readers or "site-packages" in function.__code__.co_filename:
+                continue
+            readers.append(function)
+            found += [
+                value
+                for value in _read_variables(function).values()
+                if getattr(value, "__module__", "") == function.__module__
+            ]
+    return readers
+
+
+def _read_variables(function: FunctionType) -> dict[str, Any]:
+    """Return the global and enclosed variables that a function reads, also in comprehensions."""
+    names = set(_list_names(function.__code__)) & function.__globals__.keys()
+    values = {name: function.__globals__[name] for name in names}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with suppress(ValueError):  # it has no value yet
+            values[name] = cell.cell_contents
+    return values
+
+
+def _list_names(code: CodeType) -> Iterator[str]:
+    """Yield the names of globals and attributes in a code object and those within it."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _list_names(constant)
 
 
 def _saves_its_state(optimizer: torch.optim.Optimizer) -> bool:

@@ -1,0 +1,65 @@
+"""Other answers to "how many ranks are there?", for code of a job that must not depend on them.
+
+With `--sync exact` a job is what it is on one process. Its `build` is told that there is one; the
+first microbatch is computed again as if there were twice as many ranks, which must change nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch.distributed as dist
+
+from stepladder.core.world import LAUNCHERS, TORCHRUN
+
+SIZES = {name for each in LAUNCHERS for name in (each.world_size, each.ranks_per_node)}
+
+
+@contextmanager
+def pretend_one_rank() -> Iterator[None]:
+    """Have variables and torch.distributed answer that there is one rank.
+
+    The number of this rank stays, by which a job prints on rank 0 alone.
+    """
+    variables = dict.fromkeys(SIZES & os.environ.keys(), "1")
+    with _answer(variables, lambda group=None: 1, dist.get_rank):
+        yield
+
+
+@contextmanager
+def pretend_more_ranks() -> Iterator[None]:
+    """Have variables and torch.distributed answer as on a rank of a group of twice as many."""
+    size = int(os.environ.get(TORCHRUN.world_size, 1))
+    rank = int(os.environ.get(TORCHRUN.rank, 0))
+    variables = {TORCHRUN.world_size: str(2 * size), TORCHRUN.rank: str(rank + size)}
+    get_size, get_rank = dist.get_world_size, dist.get_rank
+    with _answer(
+        variables,
+        lambda group=None: 2 * get_size(group),
+        lambda group=None: get_rank(group) + get_size(group),
+    ):
+        yield
+
+
+@contextmanager
+def _answer(
+    variables: dict[str, str], get_size: Callable[..., int], get_rank: Callable[..., int]
+) -> Iterator[None]:
+    """Replace variables and torch.distributed's functions in the block."""
+    before = {name: os.environ.get(name) for name in variables}
+    functions = dist.get_world_size, dist.get_rank
+    os.environ.update(variables)
+    dist.get_world_size, dist.get_rank = get_size, get_rank
+    try:
+        yield
+    finally:
+        dist.get_world_size, dist.get_rank = functions
+        for name, value in before.items():
+            if os.environ.get(name) != variables[name]:
+                continue  # the job has changed it
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
