@@ -160,9 +160,7 @@ def test_only_what_stands_above_the_check_is_solved(exercise: Exercise) -> None:
 
 
 @every_exercise
-def test_it_is_short_and_only_those_of_lesson_19_import_stepladder(
-    exercise: Exercise,
-) -> None:
+def test_it_is_short_and_only_those_of_lesson_19_import_stepladder(exercise: Exercise) -> None:
     for file in (shipped(exercise), COURSE.get_solution_file(exercise)):
         text = file.read_text()
         assert len(text.splitlines()) <= MOST_LINES

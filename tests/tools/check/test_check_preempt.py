@@ -51,6 +51,7 @@ def test_a_script_that_saves_on_the_signal_loses_nothing(tmp_path: Path) -> None
         ("goes on with the next epoch", "steps left out"),
         ("saves over the only snapshot", "interrupted while it saves (SIGKILL), the next start fa"),
         ("the second resume begins at the first epoch", "0 steps lost; interrupted again: 33 st"),
+        ("ignores the signal", "the signal ends nothing: 20 steps more, up to its own end"),
     ],
 )
 def test_a_mistake_is_named_with_what_it_costs(kind: str, evidence: str, tmp_path: Path) -> None:

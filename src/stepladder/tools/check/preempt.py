@@ -58,6 +58,12 @@ class Moment:
         """Whether the script has time to save."""
         return self.number != signal.SIGKILL
 
+    @property
+    def step(self) -> int:
+        """The step, counted from 1; 0 at a moment that is not in a step."""
+        kind, _, number = self.pause_at.partition(":")
+        return int(number) if kind == "step" else 0
+
     def interrupt(self, launch: RankLaunch) -> RankLaunch:
         """Return a start that is interrupted at this moment."""
         return replace(
@@ -80,16 +86,20 @@ class InterruptedRun:
         lost: For each start after the first: the steps that are trained again; less than 0 if some
             are left out.
         failure: The last line of a start that failed.
+        overran: How many steps the first start did after the warning signal, if it did all that
+            were left.
     """
 
     moment: Moment
     lost: tuple[int, ...] = ()
     failure: str = ""
+    overran: int = 0
 
     @property
     def has_saved(self) -> bool:
-        """Whether nothing is trained again after the warning signal, nor left out."""
-        return self.moment.is_warned and not self.failure and not any(self.lost)
+        """Whether the warning signal ends the start, and nothing is trained again or left out."""
+        is_whole = not self.failure and not any(self.lost) and not self.overran
+        return self.moment.is_warned and is_whole
 
 
 @dataclass(frozen=True)
@@ -134,7 +144,7 @@ class Rehearsals:
 
 def choose_moments(log: RankLog, count: int, number: int) -> list[Moment]:
     """Return moments of a run, those that differ most first."""
-    steps = sum(event.optimizer == 0 for event in log.select(OptimizerStep))
+    steps = count_steps(log)
     evaluated = sum(not event.grad for event in log.select(Forward))
     middle = max(1, steps // 2)
     moments = [Moment(f"in step {middle}", f"step:{middle}", number)]
@@ -162,18 +172,17 @@ def rehearse_moment(
     args: tuple[str, ...],
 ) -> InterruptedRun:
     """Interrupt the script at a moment and in the start after it, and start it once more."""
-    steps = max(
-        1, sum(event.optimizer == 0 for event in evidence.rank_0.select(OptimizerStep)) // 2
-    )
+    steps = count_steps(evidence.rank_0)
     again = Moment("", f"step:{STEPS_OF_NEXT_START}", signal.SIGTERM)
     end = replace(again, number=signal.SIGKILL)
     first = moment
     if moment.pause_at.startswith("load"):  # there is something to load after an interruption alone
-        first = Moment("", f"step:{steps}", moment.number)
+        first = Moment("", f"step:{max(1, steps // 2)}", moment.number)
         again = moment
     resuming = replace(launch, args=(*launch.args, *args))
     starts = [first.interrupt(launch), again.interrupt(resuming), end.interrupt(resuming)]
     done = 0
+    overran = 0
     lost: list[int] = []
     for index, start in enumerate(starts):
         outcome = run_ranks(start, f"{launch.settings.copy.rpartition('/')[2]}-{index}")
@@ -181,12 +190,20 @@ def rehearse_moment(
         batches = [each for log in recording.ranks[:1] for each in trained_batches(log)]
         has_loaded = bool(recording.select(Load, StateDictLoad))
         begin = find_begin(unbroken, batches, done, has_loaded)
+        if not index and moment.is_warned and first.step:
+            is_complete = count_steps(recording.ranks[0]) == steps
+            overran = steps - first.step if is_complete else 0
         if begin is None or has_failed(outcome, start):
             return InterruptedRun(moment, tuple(lost), last_error(outcome))
         if index:
             lost.append(done - begin)
         done = begin + len(batches)
-    return InterruptedRun(moment, tuple(lost))
+    return InterruptedRun(moment, tuple(lost), overran=overran)
+
+
+def count_steps(log: RankLog) -> int:
+    """Return how many steps the first optimizer of a rank did."""
+    return sum(event.optimizer == 0 for event in log.select(OptimizerStep))
 
 
 def find_begin(
@@ -234,7 +251,7 @@ def count_lost(lost: int) -> str:
 
 
 def find_losses(evidence: RunEvidence, rehearsals: list[InterruptedRun]) -> Iterator[Finding]:
-    """Yield the worst failure, and the worst loss after a warning signal."""
+    """Yield the worst failure, the worst loss after a warning, and a warning without effect."""
     failed = next((each for each in rehearsals if each.failure), None)
     events = [*evidence.rank_0.select(Load)[:1], *evidence.rank_0.select(Backward)[:1]]
     line = next((event.at for event in events), None)
@@ -250,3 +267,8 @@ def find_losses(evidence: RunEvidence, rehearsals: list[InterruptedRun]) -> Iter
             f"interrupted {worst.moment}: {describe(worst)}, in {len(unsaved)} of "
             f"{sum(each.moment.is_warned for each in rehearsals)} rehearsals",
         )
+    in_step = [each for each in rehearsals if each.moment.is_warned and each.moment.step]
+    if in_step and all(each.overran for each in in_step):
+        most = max(each.overran for each in in_step)
+        text = f"the signal ends nothing: {format_count(most, 'step')} more, up to its own end"
+        yield evidence.finding("preempted", line, text)
