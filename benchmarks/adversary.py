@@ -43,7 +43,7 @@ a step that is not the first of an attempt or an epoch."""
 ONE_HASH = "one hash"
 HANG_S = 120
 AFTER_FIRST_S = 60  # for the other ranks, once one has an outcome
-STOP_AT_CALL = 11  # of rank 0's loss: within the second epoch
+STOP_AT_CALL = 30  # of rank 0's loss: within the second epoch
 
 
 class Part(NamedTuple):
@@ -340,6 +340,8 @@ def summarize(outcomes: dict[str, Outcome]) -> str:
     by_text: dict[str, list[str]] = {}
     for way, outcome in outcomes.items():
         text = outcome.describe().split(". HINT")[0].replace("|", "/")
+        if len({each.hash for each in outcomes.values()} - {""}) > 1 and outcome.hash:
+            text = f"the hash {outcome.hash}"
         by_text.setdefault(text, []).append(way)
     if len(by_text) == 1:
         return next(iter(by_text))

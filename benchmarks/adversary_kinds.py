@@ -56,7 +56,11 @@ KINDS: dict[str, Kind] = {}
 
 
 def kind(
-    refused: str = "", full: str | None = None, optimizer: str | None = None, **settings: Any
+    refused: str = "",
+    full: str | None = None,
+    optimizer: str | None = None,
+    alone: str | None = None,
+    **settings: Any,
 ) -> Callable[[Callable[[], Job]], Callable[[], Job]]:
     """Add a function that builds a job to KINDS, under its name with spaces.
 
@@ -64,9 +68,10 @@ def kind(
         refused: Text of the InputError that must end it; "" if it must give one hash.
         full: The same with --shard full, if it differs there.
         optimizer: The same with --shard optimizer.
+        alone: The same on one process.
         settings: Settings of the run.
     """
-    ways = {"full": full, "optimizer": optimizer}
+    ways = {"full": full, "optimizer": optimizer, "1": alone}
     by_way = {way: text for way, text in ways.items() if text is not None}
 
     def add(build: Callable[[], Job]) -> Callable[[], Job]:
@@ -1485,3 +1490,105 @@ class CountedSteps(torch.optim.SGD):
         STEPS.append(1)
         self.param_groups[0]["lr"] = 0.05 / len(STEPS)
         super().step()
+
+
+OTHER_LOSS = "another loss is computed on rank"
+
+
+@kind(refused=OTHER_LOSS, alone="")
+def inputs_normalized_by_the_first_batch() -> Job:
+    mean: list[Tensor] = []
+
+    def loss(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+        x, y = batch
+        if not mean:
+            mean.append(x.mean(0))
+        return F.cross_entropy(model(x - mean[0]), y, reduction="sum"), len(x)
+
+    return job(loss=loss)
+
+
+@kind(refused="other data are read on rank", alone="")
+def labels_numbered_as_they_come() -> Job:
+    x, y = vectors()
+    numbers: dict[int, int] = {}
+
+    def read(index: int) -> tuple[Tensor, int]:
+        return x[index], numbers.setdefault(int(y[index]), len(numbers))
+
+    return job(data=Items(read))
+
+
+@kind(refused="other data are read on rank", alone="")
+def augmented_samples_in_a_cache() -> Job:
+    x, y = vectors()
+    cache: dict[int, Tensor] = {}
+
+    def read(index: int) -> tuple[Tensor, Tensor]:
+        if index not in cache:
+            cache[index] = x[index] + 0.3 * torch.randn(FEATURES)
+        return cache[index], y[index]
+
+    return job(data=Items(read))
+
+
+@kind(refused="derived(metrics) returns other values", alone="")
+def area_under_the_curve_of_collected_scores() -> Job:
+    scores: list[Tensor] = []
+
+    def metrics(model: nn.Module, batch: Any) -> dict[str, tuple[Tensor, int]]:
+        scores.append(model(batch[0])[:, 0])
+        return accuracy(model, batch)
+
+    def derived(_: dict[str, float]) -> dict[str, float]:
+        return {"median": torch.cat(scores).median().item()}
+
+    return job(metrics=metrics, derived=derived, eval_data=vectors(), eval_batch=10)
+
+
+@kind(refused="metrics of the same batch are others on rank", alone="")
+def judge_outside_of_the_job_with_batch_norm() -> Job:
+    judge = nn.BatchNorm1d(CLASSES)
+
+    def loss(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+        total, count = cross_entropy(model, batch)
+        return total + judge.train()(model(batch[0])).square().sum(), count
+
+    def metrics(model: nn.Module, batch: Any) -> dict[str, tuple[Tensor, int]]:
+        return {"score": (judge.eval()(model(batch[0])).square().sum(), len(batch[0]))}
+
+    return job(loss=loss, metrics=metrics, eval_data=vectors(), eval_batch=10)
+
+
+class Wrapping(torch.optim.Optimizer):
+    def __init__(self, params: Any) -> None:
+        self.inner = torch.optim.SGD(params, lr=0.05, momentum=0.9)
+        super().__init__(self.inner.param_groups, {})
+        self.param_groups = self.inner.param_groups
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.inner.step()
+
+
+@kind(refused="the attribute inner of Wrapping", full="slices", optimizer="slices")
+def optimizer_around_another_one() -> Job:
+    return job(optimizer=Wrapping)
+
+
+@kind(refused="the momentum of a batch norm has changed", full="a hook of", optimizer="a hook of")
+def batch_norm_whose_momentum_falls() -> Job:
+    net = on_vectors(nn.BatchNorm1d(16), nn.ReLU())
+    made = job(net)
+    made.optimizer.register_step_post_hook(lambda *_: setattr(net[1], "momentum", 0.01))
+    return made
+
+
+@kind()
+def numbers_of_type_uint16() -> Job:
+    x, y = vectors()
+    numbers = (x * 100 + 1000).numpy().astype(np.uint16)
+
+    def loss(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+        return cross_entropy(model, ((batch[0].float() - 1000) / 100, batch[1]))
+
+    return job(loss=loss, data=(numbers, y))

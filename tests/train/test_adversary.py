@@ -33,6 +33,12 @@ SLOW = [
     "gradient noise of a hook s own generator",
     "metric over all batches so far",
     "copy that shares the memory of a weight",
+    "inputs normalized by the first batch",
+    "augmented samples in a cache",
+    "area under the curve of collected scores",
+    "judge outside of the job with batch norm",
+    "optimizer around another one",
+    "batch norm whose momentum falls",
 ]
 
 

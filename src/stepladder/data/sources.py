@@ -28,6 +28,8 @@ from stepladder.data.source import Source, is_source, make_chunks
 from stepladder.data.table import MAX_NUMBER_BYTES, Ragged
 from stepladder.data.workers import PackedError, limit_start_time, stop_workers
 
+UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
+
 Indices = NDArray[np.int64]
 Collate = Callable[[list[Any]], Any]
 Batches = Generator[tuple[Indices, Any], None, None]
@@ -88,7 +90,11 @@ class TensorSource:
             rows = torch.from_numpy(indices)
             if self.device.type != "cpu":
                 rows = rows.to(self.device, non_blocking=True)
-            parts = [tensor.index_select(0, rows) for tensor in self.tensors]
+            # index_select is faster, but does not know all types.
+            parts = [
+                tensor[rows] if tensor.dtype in UNSIGNED else tensor.index_select(0, rows)
+                for tensor in self.tensors
+            ]
             if self.names is not None:
                 yield indices, dict(zip(self.names, parts, strict=True))
             elif self.is_single:

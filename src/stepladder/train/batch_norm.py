@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from stepladder.core.errors import InputError
 from stepladder.train.step_listener import LoopListener
 from stepladder.train.sync.base import Backward, StepResult
 
@@ -62,7 +63,16 @@ class RunningStatistics(LoopListener):
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Save the running statistics, and have forward write a microbatch's statistics instead."""
+        """Save the running statistics, and have forward write a microbatch's statistics instead.
+
+        Raises:
+            InputError: The momentum of a layer has changed.
+        """
+        if [layer.momentum for layer in self.layers] != self.momenta:
+            raise InputError(
+                "the momentum of a batch norm has changed, which no snapshot would have",
+                "set it in build",
+            )
         self.buffers_before = [buffer.clone() for buffer in self.buffers]
         self.counters_before = [counter.clone() for counter in self.counters]
         if self.layers:

@@ -17,9 +17,11 @@ import torch
 from torch import nn
 
 from stepladder.core.errors import InputError
+from stepladder.core.numbers import format_ranks
 from stepladder.data.sources import BatchSource
 from stepladder.rank.progress import PASS
 from stepladder.train.comm import Comm
+from stepladder.train.fingerprints import find_minority, fingerprint
 from stepladder.train.generators import seed_generators
 from stepladder.train.return_values import find_doubtful_counts, validate_counts, validate_metrics
 
@@ -36,6 +38,7 @@ def evaluate(
     batch_size: int,
     equal_passes: bool = False,
     repeats: bool = False,
+    compares: bool = False,
     warn: Callable[[list[str]], None] = lambda _: None,
 ) -> dict[str, float]:
     """Return each metric's sum divided by its count, over all samples. A collective.
@@ -52,6 +55,8 @@ def evaluate(
         batch_size: Samples per batch.
         equal_passes: Whether all ranks make equally many passes, as collectives in a pass need.
         repeats: Whether the first batch is computed once more, and must give the same.
+        compares: Whether all ranks compute the first batch, and must get the same. It must be equal
+            on all ranks.
         warn: Called on each rank with lines about doubtful counts; there may be none.
 
     Returns:
@@ -72,6 +77,9 @@ def evaluate(
     with _eval_mode(model), closing(source.batches(requests)) as batches:
         numbered = zip(pass_numbers, batches, strict=True)
         results = _compute_metrics(model, metrics, comm, numbered, repeats and not equal_passes)
+        if compares and not comm.alone:
+            first = next(iter(source.batches([(EVALUATION_EPOCH, np.arange(*bounds[0]))])))[1]
+            _validate_on_all_ranks(model, metrics, comm, first)
     names = _agree_on_names(results, comm)
     table = np.zeros((len(bounds), len(names), 2))
     for number, result in zip(own_numbers, results, strict=False):
@@ -139,6 +147,19 @@ def _compute_metrics(
         seed_generators(number, comm.device)
         _validate_repeated(results[0], metrics(model, batch))
     return results
+
+
+def _validate_on_all_ranks(model: nn.Module, metrics: Metrics, comm: Comm, batch: Any) -> None:
+    """Raise InputError if a batch has other metrics on some rank. A collective."""
+    seed_generators(0, comm.device)
+    result = metrics(model, batch)
+    values = {name: [float(part) for part in value] for name, value in result.items()}
+    if different := find_minority(comm.gather_bytes(fingerprint(values))):
+        raise InputError(
+            f"--sync exact: metrics of the same batch are others on {format_ranks(different)} than"
+            " on rank 0",
+            "nothing in metrics but the job's model may depend on what a rank was trained on",
+        )
 
 
 def _validate_repeated(first: dict[str, Any], second: dict[str, Any]) -> None:

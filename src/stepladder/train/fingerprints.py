@@ -66,7 +66,7 @@ def fingerprint_source(source: BatchSource | None) -> bytes:
     last = len(source) - 1
     positions = torch.linspace(0, last, MAX_SAMPLES_COMPARED, dtype=torch.float64)
     indices = positions.long().to(source.device)
-    samples = [tensor.index_select(0, indices) for tensor in source.tensors]
+    samples = [tensor[indices] for tensor in source.tensors]
     return fingerprint([fingerprint(tensor) for tensor in samples])
 
 

@@ -137,6 +137,7 @@ def load_job(request: TrainRequest, world: World) -> tuple[Callable[[], Job], Re
     _validate_init_from(settings)
     # With exact, on any number of ranks the job is that of one.
     answers = pretend_one_rank if settings.sync == "exact" else nullcontext
+    _seed_all(0)  # for what the top of the file draws: the seed of the run is known only after it
     with answers():
         module = load_job_file(path)
     config_class: Any = getattr(module, "Config", None)

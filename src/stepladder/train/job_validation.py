@@ -119,13 +119,14 @@ def validate_parameters(job: Job) -> None:
 
 
 def validate_state(model: nn.Module) -> None:
-    """Raise InputError if a weight has no shape, or a snapshot of the model could not have it."""
+    """Raise InputError if a weight has no shape, or a tensor cannot be written or saved."""
     for name, param in model.named_parameters():
         if is_lazy(param):
             raise InputError(
                 f"the weight {name} has no shape yet",
                 "call the model in build once, before the optimizer is made",
             )
+    _validate_writable(model)
     state = model.state_dict(keep_vars=True)
     for name, value in state.items():
         if not isinstance(value, torch.Tensor):
@@ -141,6 +142,15 @@ def validate_state(model: nn.Module) -> None:
                 f"state_dict of the model has no {name}, which is trained: no snapshot would have"
                 " it",
                 "remove the hook or the method that leaves it out",
+            )
+
+
+def _validate_writable(model: nn.Module) -> None:
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_inference():
+            raise InputError(
+                f"{name} was made in torch.inference_mode(), so nothing can be written to it",
+                "torch.no_grad() in its place",
             )
 
 

@@ -142,7 +142,7 @@ class _Opening:
         spec = self.spec
         if spec.settings.sync == "exact":
             validate_equal_machines(self.comm, spec.settings.compile)
-        validate_equal_models(self.comm, spec.job.model)
+        validate_equal_models(self.comm, spec.job.model, spec.job.optimizer)
         sources = {"training": spec.train_source, "evaluation": spec.eval_source}
         validate_equal_data(self.comm, sources)
 

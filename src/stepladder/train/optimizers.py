@@ -117,6 +117,13 @@ def list_optimizers(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optim
     return optimizer.optimizers if isinstance(optimizer, Optimizers) else (optimizer,)
 
 
+def name_params(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
+    """Return the names of an optimizer's parameters in its order, by which its state is saved."""
+    names = {id(param): name for name, param in model.named_parameters()}
+    groups = optimizer.param_groups
+    return [names.get(id(param), "") for group in groups for param in group["params"]]
+
+
 def is_from_torch(part: Any) -> bool:
     """Tell whether an optimizer or a schedule is of one of torch's own classes."""
     return type(part).__module__.startswith("torch.optim.")

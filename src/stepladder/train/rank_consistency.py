@@ -18,6 +18,7 @@ from stepladder.train.broadcast import gather_texts
 from stepladder.train.comm import Comm
 from stepladder.train.fingerprints import fingerprint, fingerprint_source
 from stepladder.train.job import Recipe
+from stepladder.train.optimizers import name_params
 
 SAMPLE_COUNT_BYTES = 8
 SOURCE_BYTES = 16  # the number of samples, and a hash
@@ -53,10 +54,13 @@ def validate_equal_settings(comm: Comm, settings: Settings, recipe: Recipe) -> N
     )
 
 
-def validate_equal_models(comm: Comm, model: torch.nn.Module) -> None:
-    """Check on all ranks that every rank has built the same model as rank 0.
+def validate_equal_models(
+    comm: Comm, model: torch.nn.Module, optimizer: torch.optim.Optimizer
+) -> None:
+    """Check on all ranks that every rank has built the same model and optimizer as rank 0.
 
-    Names, shapes and types are compared. The values may differ, since rank 0 broadcasts its own.
+    Names, shapes and types are compared, and the order of the parameters in the optimizer. The
+    values may differ, since rank 0 broadcasts its own.
     All ranks must call this function.
 
     Raises:
@@ -66,6 +70,8 @@ def validate_equal_models(comm: Comm, model: torch.nn.Module) -> None:
     descriptions = []
     for name, tensor in tensors:
         descriptions.append((name, list(tensor.shape), str(tensor.dtype)))
+    names = name_params(model, optimizer)
+    descriptions += [(f"in the optimizer {name}", [], "") for name in names]
     digests = comm.gather_bytes(fingerprint(descriptions))
     different = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
     if not different:
@@ -78,7 +84,7 @@ def validate_equal_models(comm: Comm, model: torch.nn.Module) -> None:
         f"{format_ranks(alike)} has built another model than rank 0: {_describe_tensor(peer)},"
         f" where rank 0 has {_describe_tensor(first)}",
         "build(config) the same on every rank: from the config alone, not from RANK, the host or"
-        " its files",
+        " its files, nor in the order of a set",
     )
 
 
@@ -87,7 +93,7 @@ def _describe_tensor(description: Any) -> str:
     if description is None:
         return "no more"
     name, shape, dtype = description
-    return f"{name} of shape {shape}, {dtype}"
+    return f"{name} of shape {shape}, {dtype}" if dtype else name
 
 
 def validate_equal_data(comm: Comm, sources: dict[str, BatchSource | None]) -> None:

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from stepladder.core.errors import InputError
+from stepladder.core.numbers import format_ranks
 from stepladder.core.plan import Span
 from stepladder.train.batch_reader import BatchReader
-from stepladder.train.fingerprints import fingerprint
+from stepladder.train.fingerprints import HASH_BYTES, find_minority, fingerprint
 from stepladder.train.generators import seed_generators
 from stepladder.train.pretended_ranks import pretend_more_ranks
 
@@ -26,6 +27,44 @@ from stepladder.train.pretended_ranks import pretend_more_ranks
 NO_GRAD_TOLERANCE = 1e-5
 REREAD_SEED = 1
 VERIFY_HINT = "stepladder verify JOB names the cause"
+
+
+def validate_on_all_ranks(
+    reader: BatchReader,
+    compute: Callable[[Span, Any], Tensor],
+    step: int,
+    span: Span,
+    device: torch.device,
+) -> None:
+    """Compare one microbatch on all ranks, of which one has read it for this step. A collective.
+
+    What a job keeps of the first samples that it sees, as for a normalization or the numbers of
+    labels, is something else on each rank.
+
+    Args:
+        reader: Reads the microbatch.
+        compute: Returns the loss of a microbatch, shape ().
+        step: The step that it belongs to.
+        span: The microbatch.
+        device: The training device.
+
+    Raises:
+        InputError: Its data or its loss is another one on some rank.
+    """
+    seed_generators(REREAD_SEED, device)
+    batch = reader.read(step, span)
+    hashes = hash_batch(batch)
+    with suppress(RuntimeError):  # with --shard full, some losses take gradients
+        hashes += fingerprint(compute(span, batch))
+    answers = reader.comm.gather_bytes(hashes.ljust(2 * HASH_BYTES))
+    if different := find_minority(answers):
+        is_data = len({answer[:HASH_BYTES] for answer in answers}) > 1
+        what = "other data are read" if is_data else "another loss is computed"
+        raise InputError(
+            f"--sync exact: {what} on {format_ranks(different)} than on rank 0 for one microbatch",
+            "keep nothing of the samples that were seen first, and no cache of drawn numbers:"
+            " compute it in build, from the training data",
+        )
 
 
 class RepeatCheck:

@@ -17,6 +17,7 @@ from stepladder.storage.run_files import RESULT_FILE, finite_or_none
 from stepladder.storage.snapshot import hash_weights
 from stepladder.train.attempt import RunAttempt
 from stepladder.train.evaluation import Metrics, evaluate
+from stepladder.train.fingerprints import HASH_BYTES, fingerprint
 from stepladder.train.phases import ENDING, EVALUATING, SAVING
 from stepladder.train.recorder import FLUSH_INTERVAL_S, Recorder
 from stepladder.train.recovery import SessionRecovery, StepJournal
@@ -142,6 +143,7 @@ class Session:
             # buffers of rank 0.
             for buffer in self.job.model.buffers():
                 self.comm.broadcast(buffer)
+        is_exact = self.spec.settings.sync == "exact"
         metrics = evaluate(
             self.job.model,
             source,
@@ -149,7 +151,8 @@ class Session:
             self.comm,
             self.job.eval_batch,
             equal_passes=self.state.layout.gathers_weights,
-            repeats=self.spec.settings.sync == "exact" and not self.has_warned_of_counts,
+            repeats=is_exact and not self.has_warned_of_counts,
+            compares=is_exact and self.state.step <= self.spec.plan.steps_per_epoch,
             warn=self._warn_of_counts,
         )
         if self.job.derived is not None:
@@ -161,15 +164,18 @@ class Session:
         return metrics
 
     def _validate_derived(self, derived: dict[str, float], metrics: dict[str, float]) -> None:
-        """Raise InputError if `derived` keeps state between calls, which no snapshot holds."""
+        """Raise InputError if `derived` keeps state between calls, or has others on each rank."""
         assert self.job.derived is not None
         if self.spec.settings.sync != "exact":
             return
         again = parse_derived(self.job.derived(dict(metrics)))
-        if repr(again) != repr(derived):
+        answers = self.comm.gather_bytes(fingerprint(derived) + fingerprint(again))
+        if len({answer[:HASH_BYTES] for answer in answers} | {fingerprint(again)}) > 1:
             raise InputError(
-                "--sync exact: derived(metrics) returns other values for the same metrics",
-                "compute them from the metrics alone: a resume loses what is kept between calls",
+                "--sync exact: derived(metrics) returns other values for the same metrics, in"
+                " another call or on another rank",
+                "compute them from the metrics alone: a resume, and other ranks, lack what is kept"
+                " between calls",
             )
 
     def snapshot(self) -> None:

@@ -10,15 +10,18 @@ from typing import Any
 
 import torch
 
+from stepladder.core.errors import InputError
 from stepladder.storage.snapshot import Snapshot
 from stepladder.storage.snapshot_slices import TensorSlice
 from stepladder.train.job import Job
 from stepladder.train.layout.base import StateLayout
+from stepladder.train.optimizers import name_params
 from stepladder.train.train_result import Best
 from stepladder.train.weight_average import WeightAverage
 
 # Keys of a snapshot's state.
 OPTIMIZER = "optimizer"
+PARAM_NAMES = "param_names"  # of the optimizer, in its order
 SCHEDULE = "schedule"
 SCALER = "scaler"
 EPOCH_SUMS = "epoch_sums"
@@ -187,6 +190,7 @@ class TrainState:
         """Return the state, without this rank's slices."""
         state = {
             OPTIMIZER: self.layout.state_dict(),
+            PARAM_NAMES: name_params(self.job.model, self.job.optimizer),
             SCHEDULE: self._schedule_states(),
             SCALER: self.scaler.state_dict() or None,
             EPOCH_SUMS: (self.epoch_loss, self.epoch_count),
@@ -215,9 +219,18 @@ class TrainState:
         """Load what `state_dict` has returned.
 
         Args:
-            stored: The state. Older snapshots have no `best` in it.
+            stored: The state. Older snapshots have no `best` and no names of parameters in it.
             step: The step that the state was taken after.
+
+        Raises:
+            InputError: The optimizer has its parameters in another order.
         """
+        names = name_params(self.job.model, self.job.optimizer)
+        if stored.get(PARAM_NAMES, names) != names:
+            raise InputError(
+                "the optimizer has its parameters in another order than in the snapshot",
+                "a list of parameters, not a set: its order is another one in each start",
+            )
         self.layout.load_state_dict(stored[OPTIMIZER])
         self.load_records(stored, step)
 

@@ -53,7 +53,7 @@ from stepladder.train.process_group import process_group
 from stepladder.train.rank_share import RankShare
 from stepladder.train.recompute_check import RecomputeCheck
 from stepladder.train.recovery import Action, MembershipChange
-from stepladder.train.repeat_check import RepeatCheck
+from stepladder.train.repeat_check import RepeatCheck, validate_on_all_ranks
 from stepladder.train.replica_check import ReplicaCheck
 from stepladder.train.return_values import parse_loss
 from stepladder.train.run_spec import RunSpec
@@ -189,12 +189,12 @@ class TrainingLoop:
         self.listeners = self._make_listeners()
         this_rank = self.comm.world.rank
         self.repeat_check: RepeatCheck | None = None  # only in the first step
+        self.reader: BatchReader | None = None  # with exact on several ranks
         if self.settings.sync == "exact" and repeats_pass:
+            reader = BatchReader(self.spec, self.comm)
+            self.reader = None if self.comm.alone else reader
             self.repeat_check = RepeatCheck(
-                BatchReader(self.spec, self.comm),
-                self._recompute,
-                list(self.model.parameters()),
-                self.layout.gathers_weights,
+                reader, self._recompute, list(self.model.parameters()), self.layout.gathers_weights
             )
         self.is_repetition = False  # the passes of this step are computed once more
         self.failing_steps = {step for rank, step in self.settings.fail_at if rank == this_rank}
@@ -306,7 +306,11 @@ class TrainingLoop:
         if self.repeat_check is not None:
             self._validate_unchanged()
             self.repeat_check.validate(step)
-            self.repeat_check = None
+        begins_epoch = step % self.plan.steps_per_epoch == 0
+        if self.reader is not None and (self.repeat_check is not None or begins_epoch):
+            first = self.plan.microbatches(step)[0]
+            validate_on_all_ranks(self.reader, self._recompute, step, first, self.comm.device)
+        self.repeat_check = None
         return result._replace(votes=votes)
 
     def _validate_unchanged(self) -> None:

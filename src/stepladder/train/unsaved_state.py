@@ -61,6 +61,7 @@ class UnsavedState(LoopListener):
             for each in self.objects
             for name, value in vars(each).items()
             if name not in _find_torch_attributes()
+            and getattr(value, "state", None) is not each.state  # one that it wraps
         }
         for function in self.readers:
             values |= {
@@ -151,12 +152,14 @@ def _saves_its_state(optimizer: torch.optim.Optimizer) -> bool:
 def _outline(value: Any) -> Iterator[Any]:
     """Yield what changes with a value: plain values, and torch's counts of writes to tensors.
 
-    Weights and objects of other classes are left out.
+    Weights, and objects of other classes than optimizers, are left out.
     """
     if isinstance(value, torch.nn.Parameter):
         return
     if isinstance(value, torch.Tensor):
         yield value.data_ptr(), value._version
+    elif isinstance(value, torch.optim.Optimizer):
+        yield from _outline(list(value.state.values()))
     elif isinstance(value, COMPARED_TYPES):
         yield value
     elif isinstance(value, (dict, list, tuple, set)):
