@@ -60,6 +60,7 @@ def kind(
     full: str | None = None,
     optimizer: str | None = None,
     alone: str | None = None,
+    stopped: str | None = None,
     **settings: Any,
 ) -> Callable[[Callable[[], Job]], Callable[[], Job]]:
     """Add a function that builds a job to KINDS, under its name with spaces.
@@ -69,9 +70,10 @@ def kind(
         full: The same with --shard full, if it differs there.
         optimizer: The same with --shard optimizer.
         alone: The same on one process.
+        stopped: The same when it is stopped and resumed.
         settings: Settings of the run.
     """
-    ways = {"full": full, "optimizer": optimizer, "1": alone}
+    ways = {"full": full, "optimizer": optimizer, "1": alone, "2, stopped, 1": stopped}
     by_way = {way: text for way, text in ways.items() if text is not None}
 
     def add(build: Callable[[], Job]) -> Callable[[], Job]:
@@ -1592,3 +1594,38 @@ def numbers_of_type_uint16() -> Job:
         return cross_entropy(model, ((batch[0].float() - 1000) / 100, batch[1]))
 
     return job(loss=loss, data=(numbers, y))
+
+
+KEPT = "keeps something that no snapshot has"
+
+
+@kind(stopped=KEPT, full="a hook of", optimizer="a hook of")
+def temperature_moved_by_a_step_hook() -> Job:
+    made = job(loss=lambda model, batch: warm_loss(model, batch, state["temperature"]))
+    state = {"temperature": 2.0}
+
+    def cool(*_: Any) -> None:
+        state["temperature"] *= 0.95
+
+    made.optimizer.register_step_post_hook(cool)
+    return made
+
+
+def warm_loss(model: nn.Module, batch: Any, temperature: float) -> tuple[Tensor, int]:
+    logits = model(batch[0]) / temperature
+    return F.cross_entropy(logits, batch[1], reduction="sum"), len(batch[0])
+
+
+@kind(stopped=KEPT)
+def curriculum_by_the_number_of_evaluations() -> Job:
+    seen: list[dict[str, float]] = []
+
+    def derived(values: dict[str, float]) -> dict[str, float]:
+        if values not in seen:
+            seen.append(dict(values))
+        return {"error": 1 - values["accuracy"]}
+
+    def loss(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+        return warm_loss(model, batch, 1 + len(seen))
+
+    return job(loss=loss, metrics=accuracy, derived=derived, eval_data=vectors())

@@ -78,8 +78,8 @@ def evaluate(
         numbered = zip(pass_numbers, batches, strict=True)
         results = _compute_metrics(model, metrics, comm, numbered, repeats and not equal_passes)
         if compares and not comm.alone:
-            first = next(iter(source.batches([(EVALUATION_EPOCH, np.arange(*bounds[0]))])))[1]
-            _validate_on_all_ranks(model, metrics, comm, first)
+            with closing(source.batches([(EVALUATION_EPOCH, np.arange(*bounds[0]))])) as batches:
+                _validate_on_all_ranks(model, metrics, comm, next(batches)[1])
     names = _agree_on_names(results, comm)
     table = np.zeros((len(bounds), len(names), 2))
     for number, result in zip(own_numbers, results, strict=False):

@@ -29,6 +29,7 @@ METRICS = "metrics"
 TRAIN_LOSS = "train_loss"
 BEST = "best"
 AVERAGE = "average"
+NEXT_LOSS = "next_loss"
 # Attributes of a TrainState that the end of a step may change.
 RECORDS = ("epoch_loss", "epoch_count", "metrics", "evaluated_step", "train_loss", "best")
 
@@ -48,6 +49,9 @@ class TrainState:
         evaluated_step: The step after which it was made, -1 before the first.
         train_loss: Mean loss over the last complete epoch.
         best: The best evaluation so far, if the job names a metric.
+        next_loss: With `--sync exact`, the loss of the next step's first microbatch when a snapshot
+            is saved; NaN if it is not known.
+        expected_loss: The same of the snapshot that this run goes on from.
     """
 
     job: Job
@@ -62,6 +66,8 @@ class TrainState:
     evaluated_step: int = -1
     train_loss: float = math.nan
     best: Best | None = None
+    next_loss: float = math.nan
+    expected_loss: float = math.nan
     # The moving average of the weights, if the job has one.
     average: WeightAverage | None = field(init=False)
 
@@ -197,6 +203,7 @@ class TrainState:
             METRICS: self.metrics,
             TRAIN_LOSS: self.train_loss,
             BEST: self._best_as_tuple(),
+            NEXT_LOSS: self.next_loss,
         }
         if self.average is not None:
             # Rows of the average are among the slices.
@@ -232,6 +239,7 @@ class TrainState:
                 "a list of parameters, not a set: its order is another one in each start",
             )
         self.layout.load_state_dict(stored[OPTIMIZER])
+        self.expected_loss = stored.get(NEXT_LOSS, math.nan)
         self.load_records(stored, step)
 
     def load_records(self, stored: dict[str, Any], step: int, evaluated_step: int = -1) -> None:

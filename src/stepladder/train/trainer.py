@@ -7,6 +7,7 @@ holds no state that belongs to a single rank.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from time import perf_counter
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from stepladder.core.arguments import validate_arguments
-from stepladder.core.errors import PeerLost, RanksDiffer
+from stepladder.core.errors import InputError, PeerLost, RanksDiffer
 from stepladder.core.order import derive_pass_seed, derive_seed
 from stepladder.core.plan import Span
 from stepladder.core.settings import Settings
@@ -33,7 +34,7 @@ from stepladder.train.cuda_graphs import make_loss_programs
 from stepladder.train.determinism import deterministic
 from stepladder.train.fingerprints import fingerprint_order
 from stepladder.train.forward_buffers import ForwardBuffers
-from stepladder.train.generators import PassGenerators
+from stepladder.train.generators import PassGenerators, seed_generators
 from stepladder.train.group_setup import pick_device
 from stepladder.train.job import Job, Recipe
 from stepladder.train.metrics.loggers import Logger
@@ -53,7 +54,7 @@ from stepladder.train.process_group import process_group
 from stepladder.train.rank_share import RankShare
 from stepladder.train.recompute_check import RecomputeCheck
 from stepladder.train.recovery import Action, MembershipChange
-from stepladder.train.repeat_check import RepeatCheck, validate_on_all_ranks
+from stepladder.train.repeat_check import NO_GRAD_TOLERANCE, RepeatCheck, validate_on_all_ranks
 from stepladder.train.replica_check import ReplicaCheck
 from stepladder.train.return_values import parse_loss
 from stepladder.train.run_spec import RunSpec
@@ -226,6 +227,8 @@ class TrainingLoop:
         return listeners
 
     def __enter__(self) -> TrainingLoop:
+        if not math.isnan(self.state.expected_loss) and self._computes_next_loss:
+            self._validate_resumed()
         if self._is_replica_check_due:
             self._check_replicas(self.state.step)
         return self
@@ -426,6 +429,52 @@ class TrainingLoop:
         total: Tensor = result[0] if isinstance(result, tuple) else result * len(span)
         return total
 
+    def _compute_next_loss(self) -> float:
+        """Return the loss of the next step's first microbatch, NaN if it needs gradients.
+
+        It is a function of what a snapshot has: the weights, the data and the seed.
+
+        Raises:
+            RuntimeError: It cannot be computed.
+        """
+        assert self.weight_guard is not None
+        span = self.plan.microbatches(self.state.step)[0]
+        seed_generators(self.state.step, self.comm.device)  # so that the pass is seeded in any case
+        self.weight_guard.begin(compares_values=False)
+        self.statistics.begin()
+        try:
+            with self.generators.forgetting():
+                batch = BatchReader(self.spec, self.comm).read(self.state.step, span)
+                return self._recompute(span, batch).item()
+        except RuntimeError:
+            if not self.layout.gathers_weights:
+                raise
+            return math.nan
+        finally:
+            self.statistics.cancel()
+
+    def _validate_resumed(self) -> None:
+        """Compare the next loss with that of the snapshot.
+
+        Raises:
+            InputError: It is another one, so the job keeps something that no snapshot has.
+        """
+        expected = self.state.expected_loss
+        self.state.expected_loss = math.nan
+        loss = self._compute_next_loss()
+        if not math.isclose(loss, expected, rel_tol=NO_GRAD_TOLERANCE, abs_tol=1e-8):
+            raise InputError(
+                f"--sync exact: the next loss is {loss:.7g}, and was {expected:.7g} when the"
+                " snapshot was saved: the job keeps something that no snapshot has",
+                "a schedule, Job(ema_decay=) or a buffer for it; stepladder verify JOB",
+            )
+
+    @property
+    def _computes_next_loss(self) -> bool:
+        """Whether this rank computes the loss that a snapshot has; all ranks do in gathers."""
+        is_needed = self.comm.world.is_first or self.layout.gathers_weights
+        return self.weight_guard is not None and is_needed
+
     def _make_extra(self, loss: Tensor, samples: int) -> Tensor:
         """Return the values of one microbatch that are added over microbatches as gradients are.
 
@@ -496,6 +545,8 @@ class TrainingLoop:
         if votes[Action.SNAPSHOT] or session.is_stopped or is_run_complete:
             if self.buffers is not None:  # also detects writes that torch's version counter misses
                 self.buffers.validate_unchanged()
+            if self._computes_next_loss:
+                self.state.next_loss = self._compute_next_loss()
             session.snapshot()
 
     @property
