@@ -18,6 +18,8 @@ INT64 = np.dtype(np.int64)
 FLOAT32 = np.dtype(np.float32)
 NUMBER_TYPES = {bool: np.dtype(np.bool_), int: INT64, float: FLOAT32}
 DECODE_HINT = "decode=FUNCTION, which makes numbers or tensors of one shape of a sample"
+COLUMN_HINT = f"columns= without it, or {DECODE_HINT}"
+NO_NUMBER = "no number"  # what is not stacked
 
 
 def collate_decoded(samples: list[Sample], decode: Decode) -> Any:
@@ -59,33 +61,50 @@ def round_numbers(numbers: Sequence[Any], dtype: np.dtype[Any]) -> np.ndarray:
             raise OverflowError(f"too large for {dtype}") from error
 
 
-def stack_values(name: str, values: list[Any]) -> Any:
-    """Return the values of one column as an array, as Ragged, or as the list that they are.
+def stack_values(name: str, values: list[Any], first: Any) -> Any:
+    """Return the values of one column as an array, or as the list that they are.
+
+    Args:
+        name: The column.
+        values: The values.
+        first: The value of the first record, whose type all have.
 
     Raises:
-        InputError: They are arrays of several shapes, numbers and something else, some are missing,
-            or one has more than 64 bits.
+        InputError: They have another type, are arrays of several shapes, or one has more than 64
+            bits.
     """
-    first = values[0]
-    kinds = set(map(type, values))
-    if any(issubclass(kind, (bool, int, float, np.generic)) for kind in kinds):
-        hint = f"columns= without it, or {DECODE_HINT}"
-        if any(value is None for value in values):
-            raise InputError(f"column {name} has an empty value", hint)
-        if len(kinds) > 1 and kinds != {int, float}:
-            names = ", ".join(sorted(kind.__name__ for kind in kinds))
-            raise InputError(f"column {name} has values of several types: {names}", hint)
-        dtype = NUMBER_TYPES.get(find_kind(values))
-        if dtype is None:  # numbers of NumPy, which say their type
-            return np.asarray(values)
-        with as_input_error(f"column {name}", hint, (OverflowError,)):
-            return round_numbers(values, dtype)
-    if not isinstance(first, np.ndarray):
+    validate_type(name, values, first)
+    if isinstance(first, np.ndarray):
+        shapes = {value.shape for value in values}
+        if len(shapes) > 1:
+            problem = f"column {name} has arrays of shapes {sorted(shapes)[:2]}"
+            raise InputError(problem, DECODE_HINT)
+        return np.stack(values)
+    dtype = _name_type(first)
+    if dtype == NO_NUMBER:
         return values
-    shapes = {value.shape for value in values}
-    if len(shapes) > 1:
-        raise InputError(f"column {name} has arrays of shapes {sorted(shapes)[:2]}", DECODE_HINT)
-    return np.stack(values)
+    with as_input_error(f"column {name}", COLUMN_HINT, (OverflowError,)):
+        return round_numbers(values, np.dtype(dtype))
+
+
+def validate_type(name: str, values: list[Any], first: Any) -> None:
+    """Validate that values have the type of the first of their column; 2 may stand for 2.0.
+
+    Raises:
+        InputError: One has another type.
+    """
+    expected = _name_type(first)
+    for found in dict.fromkeys(map(_name_type, values)):
+        if found != expected and (found, expected) != ("int64", "float32"):
+            problem = f"column {name} is {found}, and {expected} in the first record"
+            raise InputError(problem, COLUMN_HINT)
+
+
+def _name_type(value: Any) -> str:
+    """Return the name of the type of a number or of an array, NO_NUMBER for all else."""
+    if isinstance(value, (np.ndarray, np.generic)):
+        return str(value.dtype)
+    return str(NUMBER_TYPES.get(type(value), NO_NUMBER))
 
 
 def join_lists(lists: list[np.ndarray]) -> Ragged:

@@ -34,3 +34,10 @@ class Damage:
     def as_error(self) -> InputError:
         """Return the error that ends a run."""
         return InputError(str(self), DAMAGE_HINT)
+
+
+def locate_error(file: str, row: int, error: Exception) -> InputError:
+    """Return the error of one record of a file, with its own HINT if it has one."""
+    if isinstance(error, InputError):
+        return InputError(str(Damage(file, row, 1, error.problem)), error.hint)
+    return Damage(file, row, 1, str(error)).as_error()

@@ -97,7 +97,7 @@ class _ImageFolder:
         columns = {}
         for name in self.names:
             values = [sample[name] for sample in samples]
-            columns[name] = stack_values(name, values)
+            columns[name] = stack_values(name, values, values[0])
         return list(columns.values()) if self.as_list else columns
 
     def find_damage(self) -> Iterator[Damage]:

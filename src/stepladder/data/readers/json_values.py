@@ -13,13 +13,14 @@ from typing import Any
 
 import numpy as np
 
+from stepladder.core.errors import InputError
 from stepladder.core.typed_file import make_object
 from stepladder.data.readers.batches import (
+    COLUMN_HINT,
     NUMBER_TYPES,
     Sample,
     find_kind,
     round_numbers,
-    stack_values,
 )
 from stepladder.data.table import Ragged
 
@@ -217,6 +218,10 @@ def find_value_type(label: str, values: list[Any]) -> ValueType:
     if None in shape and len(shape) > 1:  # lists of lists of several lengths
         return ValueType(object)
     kind = find_kind(values)
-    if kind is object and not shape and values:
-        stack_values(label, values)  # which refuses numbers among others
+    kinds = set(map(type, values))
+    if kind is object and not shape and not kinds.isdisjoint(NUMBER_TYPES):
+        problem = f"values of several types: {', '.join(sorted(kind.__name__ for kind in kinds))}"
+        if None in values:
+            problem = "an empty value"
+        raise InputError(f"column {label} has {problem}", COLUMN_HINT)
     return ValueType(kind, tuple(shape))

@@ -92,7 +92,7 @@ class _JsonLines(IndexedFiles):
         """
         return parse_object(data)
 
-    def make_column(self, name: str, values: list[Any]) -> Any:
+    def make_column(self, name: str, values: list[Any], first: Any) -> Any:
         """Return values of a column as one array; lists of several lengths as Ragged.
 
         Raises:
@@ -141,7 +141,7 @@ class _CsvLines(IndexedFiles):
             raise ValueError(f"it has {len(values)} values, the header {len(self.header)}")
         return dict(zip(self.header, values, strict=True))
 
-    def make_column(self, name: str, values: list[Any]) -> Any:
+    def make_column(self, name: str, values: list[Any], first: Any) -> Any:
         """Return texts, or an array of the numbers that they are.
 
         Raises:

@@ -15,7 +15,13 @@ import xxhash
 from stepladder.core.errors import InputError, as_input_error
 from stepladder.core.order import IndexArray
 from stepladder.core.typed_file import parse_json
-from stepladder.data.readers.batches import Sample, decode_image, join_lists, stack_values
+from stepladder.data.readers.batches import (
+    Sample,
+    decode_image,
+    join_lists,
+    stack_values,
+    validate_type,
+)
 from stepladder.data.readers.companions import is_companion
 from stepladder.data.readers.damage import DAMAGE_HINT, Damage
 from stepladder.data.readers.files import DataFile, read_pieces
@@ -115,9 +121,12 @@ class _MdsSamples:
             position += size
         return sample
 
-    def make_column(self, name: str, values: list[Any]) -> Any:
+    def make_column(self, name: str, values: list[Any], first: Any) -> Any:
         """Return values of a column as one; arrays that say their own shape as Ragged."""
-        return join_lists(values) if name in self.ragged else stack_values(name, values)
+        if name not in self.ragged:
+            return stack_values(name, values, first)
+        validate_type(name, values, first)
+        return join_lists(values)
 
     def _decode(self, name: str, data: bytes) -> Any:
         try:

@@ -14,7 +14,7 @@ from stepladder.core.errors import InputError
 from stepladder.core.order import IndexArray
 from stepladder.data.local_files import make_change_error
 from stepladder.data.readers.batches import DECODE_HINT, Sample, collate_decoded
-from stepladder.data.readers.damage import Damage
+from stepladder.data.readers.damage import Damage, locate_error
 from stepladder.data.readers.file_rows import FileRows
 from stepladder.data.readers.files import DataFile
 from stepladder.data.readers.open_options import OpenOptions
@@ -52,14 +52,21 @@ class _RecordFormat(Protocol):
 
         Raises:
             ValueError: The record is damaged.
+            InputError: The same, with a HINT.
         """
         ...
 
-    def make_column(self, name: str, values: list[Any]) -> Any:
+    def make_column(self, name: str, values: list[Any], first: Any) -> Any:
         """Return the values of one column as an array, as Ragged, or as the same list.
+
+        Args:
+            name: The column.
+            values: The values.
+            first: Its value in the first record, which has the type of the column.
 
         Raises:
             ValueError: A value is of another type than the column.
+            InputError: The same, with a HINT.
         """
         ...
 
@@ -110,7 +117,7 @@ class IndexedFiles:
         for number, file in enumerate(self.files):
             offsets = self.get_offsets(number)[: count + 1]
             for begin, end in pairwise(offsets.tolist()):
-                with suppress(ValueError):
+                with suppress(ValueError, InputError):
                     samples.append(parse(file.read(begin, end)))
             if samples:
                 break
@@ -181,7 +188,7 @@ class RecordSource(FileRows):
                     if problem := self._find_name_problem(sample):
                         raise ValueError(f"it {problem}")
                     for name in self.names:
-                        self.records.make_column(name, [sample[name]])
+                        self._stack(name, [sample])
             except ValueError as error:
                 yield Damage(self.files[number].name, row, 1, str(error))
             except InputError as error:
@@ -215,9 +222,9 @@ class RecordSource(FileRows):
             try:
                 for data in parts:
                     parsed.append(self.records.parse(number, data, names))
-            except ValueError as error:
-                damage = Damage(self.files[number].name, int(rows[len(parsed)]), 1, str(error))
-                raise damage.as_error() from error
+            except (ValueError, InputError) as error:
+                row = int(rows[len(parsed)])
+                raise locate_error(self.files[number].name, row, error) from error
             for position, sample in zip(positions.tolist(), parsed, strict=True):
                 samples[position] = sample
         return samples
@@ -241,8 +248,8 @@ class RecordSource(FileRows):
     def _make_column(self, name: str, samples: list[Sample], indices: IndexArray) -> Any:
         """Return one column of samples. An error names a record that is the cause."""
         try:
-            return self.records.make_column(name, [sample[name] for sample in samples])
-        except ValueError:
+            return self._stack(name, samples)
+        except (ValueError, InputError):
             for index, sample in zip(indices, samples, strict=True):
                 self._validate_value(name, sample, index)
             raise  # each value alone makes a column, and only together they do not
@@ -250,11 +257,14 @@ class RecordSource(FileRows):
     def _validate_value(self, name: str, sample: Sample, index: np.int64) -> None:
         """Raise InputError, which names a record, if its value alone makes no column."""
         try:
-            self.records.make_column(name, [sample[name]])
-        except ValueError as error:
-            file, row = self._find_record(index)
-            damage = Damage(file, row, 1, str(error))
-            raise damage.as_error() from error
+            self._stack(name, [sample])
+        except (ValueError, InputError) as error:
+            raise locate_error(*self._find_record(index), error) from error
+
+    def _stack(self, name: str, samples: list[Sample]) -> Any:
+        """Return one column of samples."""
+        values = [sample[name] for sample in samples]
+        return self.records.make_column(name, values, self.first[name])
 
     def _find_record(self, index: np.int64) -> tuple[str, int]:
         """Return the file of a sample, and the number of its record there."""

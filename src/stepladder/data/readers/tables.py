@@ -250,4 +250,4 @@ class _TakenRows:
         values = self.columns[name]
         if isinstance(values, np.ndarray):
             return values
-        return join_lists(values) if is_list else stack_values(name, values)
+        return join_lists(values) if is_list else stack_values(name, values, values[0])

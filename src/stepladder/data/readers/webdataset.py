@@ -70,9 +70,9 @@ class _TarSamples(IndexedFiles):
                 sample[member.suffix] = _decode_field(member.suffix, contents)
         return sample
 
-    def make_column(self, name: str, values: list[Any]) -> Any:
+    def make_column(self, name: str, values: list[Any], first: Any) -> Any:
         """Return the fields of one suffix as an array, or as the list that they are."""
-        return stack_values(name, values)
+        return stack_values(name, values, first)
 
 
 def open_tar_files(files: list[DataFile], options: OpenOptions) -> RecordSource:
