@@ -93,7 +93,7 @@ BAD_CSV = {
         LONG + "1,99999999999999999999\n",
         "record 5000: b: '99999999999999999999' is too large for int64",
     ),
-    "quote": ('a,b\n1,2\n"1,2\n', "record 1: unexpected end of data"),
+    "quote": ('a,b\n1,2\n"1,2\n', "record 1: a quotation mark in it is not one of CSV"),
     "no header": ("1,2\n3,4\n", "its first line has '1', a value and no name of a column"),
     "twice": ("a,a\n1,2\n", "2 columns of its first line are called 'a'"),
     "empty": ("", "r.csv: its first line has no names"),

@@ -90,3 +90,41 @@ def test_a_number_that_is_too_large_is_named_with_its_record(tmp_path: Path) -> 
     write_tar(tmp_path / "a.tar", {"0.cls": b"1", "1.cls": str(2**63).encode()})
     with pytest.raises(InputError, match=r"a\.tar: record 1: column cls: "):
         open_data(tmp_path / "a.tar", columns=["cls"]).read(np.arange(2))
+
+
+def write_tsv(path: Path, *rows: str) -> None:
+    path.write_text("".join(f"{row}\n" for row in rows))
+
+
+def test_a_line_of_tsv_is_a_record_whatever_quotes_it_has(tmp_path: Path) -> None:
+    path = tmp_path / "a.tsv"
+    write_tsv(path, "text\ty", '"Hello, he said\t0', 'bye bye"\t1', '"so" he said\t2', '"it is"\t3')
+    data = open_data(path).read(np.arange(4))
+    assert data["y"].tolist() == [0, 1, 2, 3]
+    assert data["text"] == ['"Hello, he said', 'bye bye"', '"so" he said', '"it is"']
+
+
+def test_quotes_around_the_names_of_a_tsv_file_are_those_of_csv(tmp_path: Path) -> None:
+    path = tmp_path / "a.tsv"
+    write_tsv(path, '"text"\ty', '"a ""b""\n\tc"\t0', "d\t1")
+    for options in ({}, {"header": ["text", "y"]}):
+        assert open_data(path, **options).read(np.arange(2))["text"] == ['a "b"\n\tc', "d"]
+
+
+@pytest.mark.parametrize("row", ['"a ""b"""\t0', '"a\nb"\t0', '"a\tb"\t0'])
+def test_quotes_of_csv_in_a_tsv_file_without_them_around_its_names_are_refused(
+    row: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "a.tsv"
+    write_tsv(path, "text\ty", "c\t1", row)
+    data = open_data(path)
+    with pytest.raises(InputError, match=r"record 1: it has .* HINT: quotation marks around the n"):
+        data.read(np.arange(2))
+    assert next(data.find_damage()).first == 1
+
+
+def test_a_quotation_mark_that_csv_does_not_write_is_refused_in_plain_words(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text('x,t\n1,5" disk\n2,b\n')
+    with pytest.raises(InputError, match=r"record 0: a quotation mark in it .* HINT: quotation"):
+        open_data(path)

@@ -33,6 +33,9 @@ NEWLINE = 10
 QUOTE = 34
 BLANKS = (NEWLINE, 13)  # of lines that hold nothing: they belong to the record before
 QUOTED = re.compile(r'["\r\n]')  # in lines that need the rules of CSV
+QUOTED_TWICE = re.compile(r'".*"".*"', re.DOTALL)  # a text that CSV would have written
+CSV_HINT = 'quotation marks around a value that has some, and these twice: "5"" disk"'
+TSV_HINT = "quotation marks around the names too, if they are those of CSV; or correct the line"
 MAX_HEADER_BYTES = 1 << 20
 MAX_FIELD_BYTES = (1 << 31) - 1
 OTHER_DELIMITERS = re.compile(r"[;|\t,]")
@@ -114,6 +117,8 @@ class _CsvLines(IndexedFiles):
         self.given_header = None if options.header is None else list(options.header)
         # Where the first line of values of each file begins.
         self.first_bytes: dict[str, int] = {}
+        # Whether quotation marks in each file are those of CSV, not characters of its texts.
+        self.has_quotes: dict[str, bool] = {}
         for file in files:
             header, self.first_bytes[file.name] = self._read_header(file)
             if file is files[0]:
@@ -128,17 +133,25 @@ class _CsvLines(IndexedFiles):
 
     def get_index_kind(self, file: DataFile) -> str:
         """Return what an index of a file depends on besides the file."""
-        return f"csv {self.first_bytes[file.name]}"
+        kind = "csv" if self.has_quotes[file.name] else "tsv"
+        return f"{kind} {self.first_bytes[file.name]}"
 
     def parse(self, number: int, data: bytes, names: frozenset[str] | None) -> Sample:
         """Return the values of a line as texts.
 
         Raises:
             ValueError: It has another number of values than the header.
+            InputError: Its quotation marks may mean two things.
         """
-        values = self._split(data)
+        has_quotes = self.has_quotes[self.files[number].name]
+        values = self._split(data, has_quotes)
         if len(values) != len(self.header):
-            raise ValueError(f"it has {len(values)} values, the header {len(self.header)}")
+            problem = f"it has {len(values)} values, the header {len(self.header)}"
+            if has_quotes or b'"' not in data:
+                raise ValueError(problem)
+            raise InputError(problem, TSV_HINT)
+        if not has_quotes and any(map(QUOTED_TWICE.fullmatch, values)):
+            raise InputError("it has quotation marks that are doubled, as in CSV", TSV_HINT)
         return dict(zip(self.header, values, strict=True))
 
     def make_column(self, name: str, values: list[Any], first: Any) -> Any:
@@ -157,35 +170,47 @@ class _CsvLines(IndexedFiles):
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
 
-    def _split(self, data: bytes) -> list[str]:
-        """Return the values of a line, which may have line breaks between quotation marks."""
+    def _split(self, data: bytes, has_quotes: bool) -> list[str]:
+        """Return the values of a line, which may have line breaks between quotation marks of CSV.
+
+        Raises:
+            ValueError: It has none, or line breaks of another kind.
+            InputError: Its quotation marks are not those of CSV.
+        """
         text = data.decode()
         line = text.rstrip("\r\n")
-        if not QUOTED.search(line) and line:
+        if line and not (has_quotes and QUOTED.search(line)):
             return line.split(self.delimiter)  # in half the time
         try:
             values = next(csv.reader([text], delimiter=self.delimiter, strict=True))
         except csv.Error as error:
-            raise ValueError(str(error)) from error
+            if '"' not in text:  # but line breaks of old Macs
+                raise ValueError(str(error)) from error
+            raise InputError("a quotation mark in it is not one of CSV", CSV_HINT) from error
         if not values:
             raise ValueError("it has no values")
         return values
 
     def _find_rows(self, file: DataFile) -> Iterator[IndexArray]:
-        return find_lines(file, has_quotes=True, first_byte=self.first_bytes[file.name])
+        return find_lines(file, self.has_quotes[file.name], self.first_bytes[file.name])
 
     def _read_header(self, file: DataFile) -> tuple[list[str], int]:
         """Return the names of the columns, and where the first line after them begins."""
         head = file.read(0, min(MAX_HEADER_BYTES, file.size))
         end = head.find(b"\n")
-        while end >= 0 and head.count(b'"', 0, end) % 2:  # a line break in quotation marks
+        has_quotes = self._uses_quotes(head if end < 0 else head[:end])
+        self.has_quotes[file.name] = has_quotes
+        # A name may have a line break.
+        while has_quotes and end >= 0 and head.count(b'"', 0, end) % 2:
             end = head.find(b"\n", end + 1)
         line = head if end < 0 else head[: end + 1]
         hint = "a first line with the names of columns; or open_data(..., header=[NAMES])"
         try:
-            names = self._split(line.removeprefix(b"\xef\xbb\xbf"))
-        except ValueError as error:
-            raise InputError(f"{file.name}: its first line has no names: {error}", hint) from error
+            names = self._split(line.removeprefix(b"\xef\xbb\xbf"), has_quotes)
+        except (ValueError, InputError) as error:
+            reason = getattr(error, "problem", error)
+            problem = f"{file.name}: its first line has no names: {reason}"
+            raise InputError(problem, hint) from error
         if self.given_header is not None:
             return self.given_header, len(line) if names == self.given_header else 0
         for name, count in Counter(names).items():
@@ -200,6 +225,17 @@ class _CsvLines(IndexedFiles):
             hint = "commas between values in a .csv file, tabs in a .tsv file"
             raise InputError(f"{file.name}: {problem} {self.delimiter!r}", hint)
         return names, len(line)
+
+    def _uses_quotes(self, line: bytes) -> bool:
+        """Return whether quotation marks are those of CSV, by the first line of a file.
+
+        They are in a .csv file. In a .tsv file they are if names are between them, else a line
+        break always ends a record: most programs write such marks as they are in the texts.
+        """
+        values = line.decode("utf-8-sig", "replace").rstrip("\r").split("\t")
+        names = [value.strip('"') for value in values]
+        is_quoted = names != values and self.given_header in (None, names)
+        return self.delimiter == "," or is_quoted
 
     def _find_types(self, options: OpenOptions) -> dict[str, np.dtype[Any] | None]:
         """Return the types of the columns, by the first records and what the caller has set."""
