@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import struct
 import tarfile
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import numpy as np
 import pytest
 
 from stepladder.core.errors import InputError
+from stepladder.data.readers.batches import decode_image
 from stepladder.data.readers.open_data import open_data
 
 
@@ -128,3 +131,82 @@ def test_a_quotation_mark_that_csv_does_not_write_is_refused_in_plain_words(tmp_
     path.write_text('x,t\n1,5" disk\n2,b\n')
     with pytest.raises(InputError, match=r"record 0: a quotation mark in it .* HINT: quotation"):
         open_data(path)
+
+
+def test_an_arrow_stream_ends_with_its_mark_and_nothing_follows(tmp_path: Path) -> None:
+    pa = pytest.importorskip("pyarrow")
+    table = pa.table({"x": [1, 2, 3, 4]})
+    stream = io.BytesIO()
+    with pa.ipc.new_stream(stream, table.schema) as writer:
+        writer.write_table(table, max_chunksize=2)
+    whole = stream.getvalue()
+    path = tmp_path / "a.arrow"
+    path.write_bytes(whole)
+    assert len(open_data(path)) == 4
+    for data, message in (
+        (whole[:-8], r"a\.arrow cannot be used: its message at byte 464 is damaged or missing"),
+        (whole + whole, r"a\.arrow: 472 bytes follow the end of its stream"),
+    ):
+        path.write_bytes(data)
+        with pytest.raises(InputError, match=message):
+            open_data(path)
+
+
+def make_png(kind: int, channels: int, bits: int) -> bytes:
+    """Return a PNG of one black pixel."""
+    header = struct.pack(">IIBBBBB", 1, 1, bits, kind, 0, 0, 0)
+    pixels = zlib.compress(bytes(1 + channels * bits // 8))
+    chunks = [(b"IHDR", header), (b"IDAT", pixels), (b"IEND", b"")]
+    parts = [
+        struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+        for name, data in chunks
+    ]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
+
+
+@pytest.mark.parametrize(("kind", "channels"), [(0, 1), (2, 3), (4, 2), (6, 4)])
+def test_images_of_more_than_eight_bits_are_refused(kind: int, channels: int) -> None:
+    pytest.importorskip("PIL")
+    assert decode_image(make_png(kind, channels, 8)).tolist() == [[[0, 0, 0]]]
+    with pytest.raises(ValueError, match="more than 8 bits"):
+        decode_image(make_png(kind, channels, 16))
+
+
+@pytest.mark.parametrize(
+    ("maximum", "is_read"), [(100, True), (255, True), (256, False), (65535, False)]
+)
+def test_a_ppm_of_more_than_eight_bits_is_refused(maximum: int, is_read: bool) -> None:
+    pytest.importorskip("PIL")
+    data = f"P6 1 1 {maximum}\n".encode() + bytes(6)
+    if is_read:
+        assert decode_image(data).shape == (1, 1, 3)
+        return
+    with pytest.raises(ValueError, match="more than 8 bits"):
+        decode_image(data)
+
+
+def test_tokens_of_another_order_of_bytes_are_refused(tmp_path: Path) -> None:
+    np.arange(40).astype(">u2").tofile(tmp_path / "a.bin")
+    with pytest.raises(InputError, match=r"dtype='>u2'\. HINT: .*order of bytes"):
+        open_data(tmp_path / "a.bin", block=8, dtype=">u2")
+
+
+@pytest.mark.parametrize("first", [5, 128000])
+def test_tokens_of_32_bits_are_not_taken_for_16(first: int, tmp_path: Path) -> None:
+    tokens = np.arange(4000) % 500
+    tokens[0] = first
+    path = tmp_path / "a.bin"
+    tokens.astype("<u4").tofile(path)
+    with pytest.raises(InputError, match=r'a\.bin: each second token .* HINT: dtype="uint32"'):
+        open_data(path, block=8)
+    for dtype in ("uint32", "uint16"):
+        assert len(open_data(path, block=8, dtype=dtype)) > 0
+
+
+@pytest.mark.parametrize("size", [2, 65, 50000])
+def test_tokens_of_16_bits_are_read_as_such(size: int, tmp_path: Path) -> None:
+    tokens = np.random.default_rng(0).integers(0, size, 4000)
+    tokens.astype("<u2").tofile(tmp_path / "a.bin")
+    assert open_data(tmp_path / "a.bin", block=8).read(np.array([0]))["tokens"].tolist() == [
+        tokens[:9].tolist()
+    ]

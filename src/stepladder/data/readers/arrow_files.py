@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any
@@ -9,13 +10,19 @@ from typing import Any
 import pyarrow as pa
 
 from stepladder.core.errors import InputError, get_reason
-from stepladder.data.readers.arrow_stream import ARROW_FILE_MAGIC, list_remote_parts, read_schema
+from stepladder.data.readers.arrow_stream import (
+    ARROW_FILE_MAGIC,
+    list_messages,
+    list_remote_parts,
+    read_schema,
+)
 from stepladder.data.readers.damage import DAMAGE_HINT
 from stepladder.data.readers.files import DataFile, LocalFile
 from stepladder.data.readers.open_options import OpenOptions
 from stepladder.data.readers.tables import PARQUET_DAMAGE, TablePart, TableSource
 
 OPEN_ARROW_FILES = 32  # at once
+STREAM_MARK = b"\xff" * 4  # which streams of Arrow before 0.15 lack
 
 
 def open_arrow_files(files: list[DataFile], options: OpenOptions) -> TableSource:
@@ -47,7 +54,13 @@ def open_arrow_files(files: list[DataFile], options: OpenOptions) -> TableSource
 
 
 def _list_local_parts(file: DataFile, open_again: Callable[[], Any]) -> list[TablePart]:
-    """Return the record batches of a file that have rows."""
+    """Return the record batches of a file that have rows.
+
+    Raises:
+        InputError: A stream has no end, which pyarrow takes for one, or bytes after it.
+    """
+    if file.read(0, min(len(STREAM_MARK), file.size)) == STREAM_MARK:
+        deque(list_messages(file), maxlen=0)
     parts = []
     first_row = 0
     for batch in open_again().to_batches():

@@ -59,7 +59,9 @@ def list_remote_parts(file: DataFile, schema: Any) -> list[TablePart]:
     """
     parts = []
     first_row = 0
-    for begin, end, rows in load_index(file, _find_batches, "arrow").reshape(-1, 3).tolist():
+    for begin, end, rows in (
+        load_index(file, _find_batches, "arrow messages").reshape(-1, 3).tolist()
+    ):
         read = partial(_read_batch, file, begin, end, schema)
         parts.append(TablePart(file.name, first_row, rows, end - begin, read))
         first_row += rows
@@ -111,22 +113,23 @@ def list_messages(file: DataFile) -> Iterator[_Message]:
     is_file = file.read(0, min(len(ARROW_FILE_MAGIC), file.size)) == ARROW_FILE_MAGIC
     begin = FILE_PREFIX_BYTES if is_file else 0
     try:
-        while is_file or begin < file.size:  # only a stream may lack the message that ends it
-            message = _read_message(file, begin)
-            if message is None:
-                return
+        while message := _read_message(file, begin):
             yield message
             begin = message.end
     except (struct.error, IndexError) as error:
-        problem = f"{file.name} cannot be used: its message at byte {begin:,} is damaged"
+        problem = f"{file.name} cannot be used: its message at byte {begin:,} is damaged or missing"
         raise InputError(problem, DAMAGE_HINT) from error
+    end = begin + MESSAGE_PREFIX.size
+    if not is_file and end != file.size:
+        problem = f"{file.name}: {file.size - end:,} bytes follow the end of its stream"
+        raise InputError(problem, "a file with one stream, or several in a list")
 
 
 def _read_message(file: DataFile, begin: int) -> _Message | None:
     """Return the message at a position; None for the one that ends the stream.
 
     Raises:
-        struct.error: The file ends before, or the message is damaged.
+        struct.error: The file ends before, as of a writer that was killed, or it is damaged.
     """
     mark, length = MESSAGE_PREFIX.unpack(
         file.read(begin, min(begin + MESSAGE_PREFIX.size, file.size))
