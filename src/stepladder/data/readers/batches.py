@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +19,8 @@ INT64 = np.dtype(np.int64)
 FLOAT32 = np.dtype(np.float32)
 NUMBER_TYPES = {bool: np.dtype(np.bool_), int: INT64, float: FLOAT32}
 DECODE_HINT = "decode=FUNCTION, which makes numbers or tensors of one shape of a sample"
+MAX_BYTE = 255
+WIDE_VALUES = re.compile(r";16[BLN]")
 COLUMN_HINT = f"columns= without it, or {DECODE_HINT}"
 NO_NUMBER = "no number"  # what is not stacked
 
@@ -130,8 +133,9 @@ def decode_image(data: bytes) -> np.ndarray:
         raise InputError("images need Pillow", "pip install pillow; or decode=FUNCTION") from error
     try:
         with Image.open(io.BytesIO(data)) as image:
-            if image.mode[0] in "IF":
-                raise ValueError(f"values of mode {image.mode} would be cut to 8 bits")
+            # Of more than 8 bits, Pillow says it in the mode, or only in what it decodes.
+            if image.mode[0] in "IF" or any(map(_is_wide, image.tile)):
+                raise ValueError(f"values of more than 8 bits, in mode {image.mode}, would be cut")
             pages = getattr(image, "n_frames", 1)
             size = image.size
             for page in range(1, pages):
@@ -144,3 +148,10 @@ def decode_image(data: bytes) -> np.ndarray:
             return np.asarray(image.convert("RGB"))
     except (UnidentifiedImageError, OSError, Image.DecompressionBombError, SyntaxError) as error:
         raise ValueError(f"no image ({to_one_line(error)})") from error
+
+
+def _is_wide(tile: tuple[Any, ...]) -> bool:
+    """Return whether a part of an image, as Pillow decodes it, has values of more than 8 bits."""
+    codec, _, _, settings = tile
+    is_wide_ppm = codec.startswith("ppm") and settings[1] > MAX_BYTE
+    return is_wide_ppm or WIDE_VALUES.search(str(settings)) is not None
