@@ -25,6 +25,8 @@ TOKEN_HEADER_BYTES = 1024  # of llm.c's and modded-nanogpt's token files: 256 nu
 TOKEN_TYPES = {20240520: "uint16", 20240801: "uint32"}  # by the first of these numbers
 DEFAULT_TOKEN_TYPE = "uint16"  # of nanoGPT, whose files have no header
 MIN_TOKENS_JUDGED = 64  # by which the type of tokens is judged
+JUDGED_BYTES = 1 << 16
+MAX_HIGH_BITS = 16  # of a token of 32 bits, in a vocabulary of a million
 MAX_SAFETENSORS_HEADER_BYTES = 1 << 26
 BLOCK_HINT = 'open_data("train.bin", block=1024): tokens of a sample'
 SAFETENSORS_TYPES = {
@@ -199,7 +201,7 @@ def open_tokens(files: list[DataFile], options: OpenOptions) -> _ArraySource:
             begin = TOKEN_HEADER_BYTES
             kind = TOKEN_TYPES[magic]
         else:
-            _validate_token_type(file, head, options)
+            _validate_token_type(file, options)
             begin = 0
             kind = dtype
             count = file.size // np.dtype(dtype).itemsize
@@ -216,12 +218,15 @@ def _validate_end(file: DataFile, end: int) -> None:
         )
 
 
-def _validate_token_type(file: DataFile, head: bytes, options: OpenOptions) -> None:
-    """Raise InputError if tokens are taken for 16 bits, and each second one would be 0."""
-    tokens = np.frombuffer(head[: len(head) // 4 * 4], DEFAULT_TOKEN_TYPE)
-    has_pairs = tokens[::2].any() and not tokens[1::2].any()
-    if options.dtype is None and len(tokens) > MIN_TOKENS_JUDGED and has_pairs:
-        problem = f"{file.name}: each second token of 16 bits is 0, as of tokens of 32 bits"
+def _validate_token_type(file: DataFile, options: OpenOptions) -> None:
+    """Raise InputError if tokens are taken for 16 bits, and each second one is the rest of one."""
+    data = file.read(0, min(JUDGED_BYTES, file.size // 4 * 4))
+    tokens = np.frombuffer(data, DEFAULT_TOKEN_TYPE)
+    if options.dtype is not None or len(tokens) <= MIN_TOKENS_JUDGED:
+        return
+    low, high = (np.unique(part[part > 0]) for part in (tokens[::2], tokens[1::2]))
+    if 4 * len(high) < len(low) and high.max(initial=0) < MAX_HIGH_BITS:
+        problem = f"{file.name}: each second token of 16 bits is 0 or small, as of 32 bits"
         raise InputError(problem, 'dtype="uint32"; or dtype="uint16" if they are right')
 
 
@@ -231,10 +236,10 @@ def _find_token_type(options: OpenOptions) -> str:
     Raises:
         InputError: The caller has set something that is no type of whole numbers.
     """
-    hint = 'dtype="uint16" or another type of whole numbers'
+    hint = 'dtype="uint16" or another type of whole numbers, in the order of bytes of this machine'
     with as_input_error(f"dtype={options.dtype!r}", hint, (TypeError,)):
         dtype = np.dtype(options.dtype or DEFAULT_TOKEN_TYPE)
-    if dtype.kind not in "iu":
+    if dtype.kind not in "iu" or not dtype.isnative:
         raise InputError(f"dtype={options.dtype!r}", hint)
     return dtype.name
 
