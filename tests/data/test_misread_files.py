@@ -210,3 +210,42 @@ def test_tokens_of_16_bits_are_read_as_such(size: int, tmp_path: Path) -> None:
     assert open_data(tmp_path / "a.bin", block=8).read(np.array([0]))["tokens"].tolist() == [
         tokens[:9].tolist()
     ]
+
+
+def write_parquet(path: Path, values: Any) -> None:
+    """Write a column `t` of these values of Arrow, and a column `y` of numbers."""
+    pa = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pa.table({"t": values, "y": list(range(len(values)))}), path)
+
+
+def test_tensors_in_parquet_are_refused_by_name_and_left_out_by_columns(tmp_path: Path) -> None:
+    pa = pytest.importorskip("pyarrow")
+    path = tmp_path / "a.parquet"
+    write_parquet(path, pa.FixedShapeTensorArray.from_numpy_ndarray(np.zeros((4, 2, 3))))
+    with pytest.raises(InputError, match=r"a\.parquet: column t is extension.* HINT: columns="):
+        open_data(path)
+    assert open_data(path, columns=["y"]).read(np.array([2]))[0].tolist() == [2]
+
+
+@pytest.mark.parametrize(
+    ("unit", "zone", "values"),
+    [
+        ("us", "Europe/Berlin", [0, 253402300799000000]),
+        ("ms", None, [0, 1700000000000000]),
+        ("time", None, [1000, 1999]),
+    ],
+)
+def test_times_that_python_cannot_hold_are_refused_by_name(
+    unit: str, zone: str | None, values: list[int], tmp_path: Path
+) -> None:
+    pa = pytest.importorskip("pyarrow")
+    path = tmp_path / "a.parquet"
+    kind = pa.time64("ns") if unit == "time" else pa.timestamp(unit, zone)
+    write_parquet(path, pa.array(values, kind))
+    for options in ({}, {"decode": lambda row: row["y"]}):
+        data = open_data(path, **options)
+        data.read(np.array([0]))
+        with pytest.raises(InputError, match=r"a\.parquet: record 1: column t: .*HINT: columns="):
+            data.read(np.array([1, 0]))
+        assert [damage.first for damage in data.find_damage()] == [1]

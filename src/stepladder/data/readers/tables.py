@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -20,7 +21,7 @@ from stepladder.data.readers.batches import (
     join_lists,
     stack_values,
 )
-from stepladder.data.readers.damage import Damage
+from stepladder.data.readers.damage import DAMAGE_HINT, Damage
 from stepladder.data.readers.file_rows import FilesSource
 from stepladder.data.readers.files import DataFile
 from stepladder.data.readers.open_options import OpenOptions
@@ -29,6 +30,10 @@ from stepladder.data.table import Column, Ragged, input_error, select_columns
 POOL_BYTES = 48 << 20  # of tables in the memory of a process
 MIN_TABLES = 4
 MAX_TABLES = 64
+VALUE_ERRORS = (ValueError, OverflowError, LookupError)
+CHECKED_ROWS = 64  # at once
+NO_COLUMN = "columns= without it"
+NANOSECONDS = pa.time64("ns")
 PARQUET_DAMAGE = (pa.ArrowException, OSError, UnicodeDecodeError)
 IMAGE_FIELDS = {"bytes", "path"}  # of a struct, in the files of Hugging Face's datasets
 
@@ -71,9 +76,11 @@ class TableSource(FilesSource):
         super().__init__(format_name, files, edges, options)
         self.parts = parts
         self.names = select_columns(options.columns or (), schema.names, parts[0].file)
-        with as_input_error(f"cannot use {parts[0].file}", "columns= without it", PARQUET_DAMAGE):
-            schema.empty_table().select(self.names).take(pa.array([], pa.int64()))
         self.types = {name: schema.field(name).type for name in self.names}
+        for name, kind in self.types.items():
+            problem = f"cannot use {parts[0].file}: column {name} is {kind}"
+            with as_input_error(problem, NO_COLUMN, (*PARQUET_DAMAGE, NotImplementedError)):
+                pa.schema({name: kind}).empty_table().take(pa.array([], pa.int64()))
         self.numbers = {name: _find_numbers(kind) for name, kind in self.types.items()}
         self.is_list = {
             name: column is not None and column.is_list for name, column in self.numbers.items()
@@ -104,7 +111,7 @@ class TableSource(FilesSource):
 
     def find_damage(self) -> Iterator[Damage]:
         """Read all rows, and yield those that cannot be read."""
-        images = [name for name, kind in self.types.items() if _is_image(kind)]
+        listed = [name for name, numbers in self.numbers.items() if numbers is None]
         for part in self.parts:
             try:
                 table = read_part(part, self.names)
@@ -115,20 +122,29 @@ class TableSource(FilesSource):
             except PARQUET_DAMAGE as error:
                 yield part.make_damage(get_reason(error))
                 continue
-            for name in images:
-                for row, value in enumerate(table.column(name).to_pylist()):
-                    try:
-                        _decode_struct(value)
-                    except ValueError as error:
-                        yield Damage(part.file, part.first_row + row, 1, f"column {name}: {error}")
+            for name in listed:
+                column = table.column(name)
+                is_image = _is_image(column.type)
+                for first in range(0, len(column), CHECKED_ROWS):
+                    _, errors = _read_values(column.slice(first, CHECKED_ROWS), is_image)
+                    for place, cause in errors.items():
+                        yield _make_value_damage(part, first + place, name, cause)
 
     def _take(self, number: int, rows: IndexArray) -> dict[str, Any]:
         part = self.parts[number]
         try:
             loaded = self._load(number)
             if self.decode is not None:
-                taken = loaded.take(pa.array(rows))
-                return {"rows": taken.to_pylist()}
+                columns = [
+                    _list_values(part, name, loaded.column(name), rows, is_image=False)
+                    for name in self.names
+                ]
+                return {
+                    "rows": [
+                        dict(zip(self.names, row, strict=True))
+                        for row in zip(*columns, strict=True)
+                    ]
+                }
             return {name: _take_rows(part, name, column, rows) for name, column in loaded.items()}
         except PARQUET_DAMAGE as error:
             raise part.make_damage(get_reason(error)).as_error() from error
@@ -184,17 +200,55 @@ def _take_rows(part: TablePart, name: str, column: Any, rows: IndexArray) -> Any
         begins = column.offsets[rows].tolist()
         ends = column.offsets[rows + 1].tolist()
         return [column.values[begin:end] for begin, end in zip(begins, ends, strict=True)]
-    values = column.take(pa.array(rows)).to_pylist()
-    if not _is_image(column.type):
-        return values
-    images = []
-    for row, value in zip(rows.tolist(), values, strict=True):
+    return _list_values(part, name, column, rows, _is_image(column.type))
+
+
+def _list_values(
+    part: TablePart, name: str, column: Any, rows: IndexArray, is_image: bool
+) -> list[Any]:
+    """Return rows of a column as values of Python, or as the arrays of images.
+
+    Raises:
+        InputError: One of them is damaged, or Python has no such value; it names the row.
+    """
+    values, errors = _read_values(column.take(pa.array(rows)), is_image)
+    for place, error in errors.items():
+        damage = _make_value_damage(part, int(rows[place]), name, error)
+        raise InputError(str(damage), DAMAGE_HINT if is_image else NO_COLUMN) from error
+    return values
+
+
+def _make_value_damage(part: TablePart, row: int, name: str, error: Exception) -> Damage:
+    """Return the damage that a value in a row of a part cannot be read."""
+    return Damage(part.file, part.first_row + row, 1, f"column {name}: {error}")
+
+
+def _read_values(column: Any, is_image: bool) -> tuple[list[Any], dict[int, Exception]]:
+    """Return the values of Arrow as those of Python, or arrays of images; and errors by place."""
+    if not is_image and column.type != NANOSECONDS:
+        with suppress(*VALUE_ERRORS):
+            return column.to_pylist(), {}  # in a tenth of the time
+    values = []
+    errors: dict[int, Exception] = {}
+    for place, value in enumerate(column):
         try:
-            images.append(_decode_struct(value))
-        except ValueError as error:
-            damage = Damage(part.file, part.first_row + row, 1, f"column {name}: {error}")
-            raise damage.as_error() from error
-    return images
+            values.append(_read_value(value, is_image))
+        except VALUE_ERRORS as error:
+            errors[place] = error
+    return values, errors
+
+
+def _read_value(value: Any, is_image: bool) -> Any:
+    """Return a value of Arrow as one of Python, or as the array of an image.
+
+    Raises:
+        ValueError: The image is damaged, or Python has no such time.
+        OverflowError: Python has no such date.
+        LookupError: It has no such time zone.
+    """
+    if value.type == NANOSECONDS and value.is_valid and value.value % 1000:
+        raise ValueError(f"Python's times have no nanoseconds, this is {value.value:,} ns")
+    return _decode_struct(value.as_py()) if is_image else value.as_py()
 
 
 def read_part(part: TablePart, names: list[str]) -> Any:
