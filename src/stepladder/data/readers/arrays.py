@@ -38,6 +38,9 @@ SAFETENSORS_TYPES = {
     "I32": "int32",
     "I16": "int16",
     "I8": "int8",
+    "U64": "uint64",
+    "U32": "uint32",
+    "U16": "uint16",
     "U8": "uint8",
     "BOOL": "bool",
 }
@@ -336,7 +339,9 @@ def _read_tensors(file: DataFile) -> dict[str, _Rows]:
                     f"{file.name}: {name} is a single number", "tensors with a row for each sample"
                 )
             count, *shape = map(int, entry["shape"])
-            dtype = SAFETENSORS_TYPES[entry["dtype"]]
+            if (dtype := SAFETENSORS_TYPES.get(entry["dtype"])) is None:
+                problem = f"{file.name}: {name} is of type {entry['dtype']}, which is not read"
+                raise InputError(problem, f"tensors of {', '.join(SAFETENSORS_TYPES)}")
             begin = 8 + length + int(entry["data_offsets"][0])
             rows = _Rows(begin, 0, count, tuple(shape), dtype)
             tensors[name] = _Rows(begin, rows.row_bytes, count, tuple(shape), dtype)
