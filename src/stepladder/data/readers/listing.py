@@ -19,18 +19,21 @@ SAVED_STATE = "state.json"  # of a folder that Hugging Face's save_to_disk has w
 SPLIT_NAMES = "trainval|training|train|testing|test|evaluation|eval|validation|valid|val|dev"
 SPLIT = re.compile(rf"(?<![a-z])(?:{SPLIT_NAMES})(?![a-z])", re.IGNORECASE)
 PARTITION = re.compile(r"(?:^|/)([^/=]+)=[^/]*/")
+HIDDEN_NAME = re.compile(r"(?:^|/)(?:\.|__MACOSX(?:/|$))")  # files that no folder or pattern names
 # Of files that other programs have not finished, or keep for themselves: Spark, Delta, datasets.
 INTERNAL = re.compile(r"(?:^|/)(?:_[^/]*[./]|cache-[^/]*$)")
 
 
 def list_names(path: str) -> list[str]:
-    """Return the files that a path, a pattern or a URL names."""
+    """Return the files that a path, a pattern or a URL names, without those that are hidden."""
     if not is_url(path):
         with as_input_error(f"cannot list {path}", DATA_HINT):
             return list_paths(path)
     from stepladder.data.readers.remote import list_urls
 
-    return list_urls(path)
+    # Where the folder ends that a URL names, or in which its pattern begins.
+    begin = path.partition("*")[0].rfind("/")
+    return [url for url in list_urls(path) if not HIDDEN_NAME.search(url, begin) or url == path]
 
 
 def list_paths(path: str) -> list[str]:
@@ -78,7 +81,7 @@ def _walk(folder: str, parents: tuple[str, ...] = ()) -> Iterator[str]:
     with os.scandir(folder) as iterator:
         entries = sorted(iterator, key=lambda entry: entry.name)
     for entry in entries:
-        if entry.name.startswith(".") or entry.name == "__MACOSX":
+        if HIDDEN_NAME.match(entry.name):
             continue
         if entry.is_symlink() and not Path(entry.path).exists():
             target = Path(entry.path).readlink()
