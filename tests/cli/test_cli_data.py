@@ -230,8 +230,8 @@ def test_info_by_name_needs_the_files(run):
 
 
 BAD = {
-    "text": (b"hello, world", "magic number is 1751477356"),
-    "empty": (b"", "too few"),
+    "text": (b"hello, world", "bad is of no kind that is known. HINT: give what open_data"),
+    "empty": (b"", "bad is of no kind that is known"),
     "zip without ratings": (b"PK\5\6" + b"\0" * 18, "holds no ratings.csv"),
     "damaged zip": (small_zip().replace(b"userId", b"userID", 1), "Bad CRC-32"),
 }

@@ -11,12 +11,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 import pytest
 
 from stepladder.core.errors import InputError
+from stepladder.data.describe import describe_data
+from stepladder.data.readers import remote
 from stepladder.data.readers.batches import decode_image
+from stepladder.data.readers.listing import list_names, relate
 from stepladder.data.readers.open_data import open_data
+from stepladder.data.shards.dataset import Shards
 
 
 def write_tar(path: Path, members: dict[str, bytes]) -> None:
@@ -249,3 +254,57 @@ def test_times_that_python_cannot_hold_are_refused_by_name(
         with pytest.raises(InputError, match=r"a\.parquet: record 1: column t: .*HINT: columns="):
             data.read(np.array([1, 0]))
         assert [damage.first for damage in data.find_damage()] == [1]
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "uint32", "uint64"])
+def test_safetensors_without_a_sign_are_read(dtype: str, tmp_path: Path) -> None:
+    numpy = pytest.importorskip("safetensors.numpy")
+    values = np.array([0, 1, np.iinfo(dtype).max], dtype)
+    numpy.save_file({"x": values}, tmp_path / "a.safetensors")
+    assert open_data(tmp_path / "a.safetensors").read(np.arange(3))["x"].tolist() == values.tolist()
+
+
+def test_safetensors_of_a_type_that_is_not_read_say_so(tmp_path: Path) -> None:
+    header = json.dumps({"x": {"dtype": "F8_E4M3", "shape": [4], "data_offsets": [0, 4]}}).encode()
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    with pytest.raises(InputError, match=r"a\.safetensors: x is of type F8_E4M3, .* HINT: tensors"):
+        open_data(path)
+
+
+def test_the_arrays_of_an_npz_file_are_described(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", x=np.arange(4.0), y=np.zeros((4, 2), np.float32))
+    facts = describe_data(tmp_path / "a.npz")
+    assert facts["rows"] == 4
+    assert facts["columns"] == {"x": "float64", "y": "2 float32"}
+
+
+def test_an_image_without_bytes_is_named_in_plain_words() -> None:
+    pytest.importorskip("PIL")
+    with pytest.raises(ValueError, match=r"^no image in 0 bytes \(cannot identify image file\)$"):
+        decode_image(b"")
+
+
+def test_texts_in_hdf5_are_not_sent_to_the_command_that_refuses_them(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["s"] = ["a", "b"]
+    with pytest.raises(InputError, match=r"a\.h5: s is of type object.* HINT: omit it") as caught:
+        Shards(tmp_path / "a.h5")
+    assert "data shard" not in caught.value.hint
+
+
+HIDDEN_PATHS = ["._a.csv", ".x/a.csv", "b/.c.csv", "__MACOSX/a.csv"]
+
+
+@pytest.mark.parametrize("pattern", ["", "**/*.csv"])
+def test_hidden_files_are_left_out_behind_a_url_as_in_a_folder(
+    pattern: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [*HIDDEN_PATHS, "a.csv", "b/c.csv"]
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    url = "http://host/.folder/"
+    monkeypatch.setattr(remote, "list_urls", lambda path: [f"{url}{name}" for name in names])
+    assert relate(list_names(url + pattern), url) == ["a.csv", "b/c.csv"]
+    assert relate(list_names(str(tmp_path)), str(tmp_path)) == ["a.csv", "b/c.csv"]

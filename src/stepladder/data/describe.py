@@ -14,8 +14,9 @@ from stepladder.data.local_files import compute_sha256, validate_readable
 from stepladder.data.movielens.ratings import find_file, read_ratings
 from stepladder.data.readers.listing import list_names
 from stepladder.data.readers.open_data import TOKENS, OpenedSource, find_format, open_data
+from stepladder.data.shards.array_files import npz_table, read_idx_magic
 from stepladder.data.shards.dataset import Shards
-from stepladder.data.shards.inputs import holds_shards
+from stepladder.data.shards.inputs import INPUT_KINDS, NPZ_SUFFIX, holds_shards
 from stepladder.data.shards.reader import ShardReader
 from stepladder.data.shards.shard import recommend_chunk_rows, shards_error
 
@@ -36,6 +37,17 @@ def describe_data(path: Path, check: bool = False) -> dict[str, Any]:
         validate_readable(path)
     if find_shard_folders(path):
         return describe_shards(path, check)
+    if path.suffix == NPZ_SUFFIX:
+        table = npz_table(path, ())
+        return {
+            "dataset": "npz",
+            "path": str(path),
+            "bytes": path.stat().st_size,
+            "rows": table.rows,
+            "chunks": None,
+            "num_files": 1,
+            "columns": {name: str(column) for name, column in table.columns.items()},
+        }
     ratings_file = find_file(path)
     if ratings_file is None and zipfile.is_zipfile(path):
         ratings_file = path
@@ -52,6 +64,8 @@ def describe_data(path: Path, check: bool = False) -> dict[str, Any]:
 def _describe_idx(path: Path) -> dict[str, Any]:
     """Return the facts about an IDX file, or a folder of MNIST's."""
     if not path.is_dir():
+        if read_idx_magic(path) not in (-1, idx.LABELS_MAGIC, idx.IMAGES_MAGIC):
+            raise InputError(f"{path} is of no kind that is known", f"give {INPUT_KINDS}")
         return _describe_arrays("idx", path, {path: idx.read_idx(path)})
     if idx.has_mnist_files(path):
         mnist = vars(idx.read_mnist(path))

@@ -147,7 +147,8 @@ def decode_image(data: bytes) -> np.ndarray:
                 image.seek(0)
             return np.asarray(image.convert("RGB"))
     except (UnidentifiedImageError, OSError, Image.DecompressionBombError, SyntaxError) as error:
-        raise ValueError(f"no image ({to_one_line(error)})") from error
+        reason = to_one_line(error).partition(" <")[0]  # which is an address in memory
+        raise ValueError(f"no image in {len(data):,} bytes ({reason})") from error
 
 
 def _is_wide(tile: tuple[Any, ...]) -> bool:

@@ -15,6 +15,7 @@ import numpy as np
 from stepladder.core.errors import InputError
 from stepladder.core.order import IndexArray
 from stepladder.data.readers.batches import FLOAT32, INT64, Sample
+from stepladder.data.readers.damage import DAMAGE_HINT
 from stepladder.data.readers.files import DataFile
 from stepladder.data.readers.json_values import (
     ValueType,
@@ -140,18 +141,19 @@ class _CsvLines(IndexedFiles):
         """Return the values of a line as texts.
 
         Raises:
-            ValueError: It has another number of values than the header.
-            InputError: Its quotation marks may mean two things.
+            InputError: It has another number of values than the header, or quotation marks that may
+                mean two things.
         """
         has_quotes = self.has_quotes[self.files[number].name]
         values = self._split(data, has_quotes)
+        has_marks = not has_quotes and b'"' in data
+        problem = ""
         if len(values) != len(self.header):
             problem = f"it has {len(values)} values, the header {len(self.header)}"
-            if has_quotes or b'"' not in data:
-                raise ValueError(problem)
-            raise InputError(problem, TSV_HINT)
-        if not has_quotes and any(map(QUOTED_TWICE.fullmatch, values)):
-            raise InputError("it has quotation marks that are doubled, as in CSV", TSV_HINT)
+        elif has_marks and any(map(QUOTED_TWICE.fullmatch, values)):
+            problem = "it has quotation marks that are doubled, as in CSV"
+        if problem:
+            raise InputError(problem, TSV_HINT if has_marks else DAMAGE_HINT)
         return dict(zip(self.header, values, strict=True))
 
     def make_column(self, name: str, values: list[Any], first: Any) -> Any:
@@ -174,8 +176,7 @@ class _CsvLines(IndexedFiles):
         """Return the values of a line, which may have line breaks between quotation marks of CSV.
 
         Raises:
-            ValueError: It has none, or line breaks of another kind.
-            InputError: Its quotation marks are not those of CSV.
+            InputError: It has none, or its quotation marks or line breaks are not those of CSV.
         """
         text = data.decode()
         line = text.rstrip("\r\n")
@@ -185,10 +186,10 @@ class _CsvLines(IndexedFiles):
             values = next(csv.reader([text], delimiter=self.delimiter, strict=True))
         except csv.Error as error:
             if '"' not in text:  # but line breaks of old Macs
-                raise ValueError(str(error)) from error
+                raise InputError(str(error), DAMAGE_HINT) from error
             raise InputError("a quotation mark in it is not one of CSV", CSV_HINT) from error
         if not values:
-            raise ValueError("it has no values")
+            raise InputError("it has no values", DAMAGE_HINT)
         return values
 
     def _find_rows(self, file: DataFile) -> Iterator[IndexArray]:

@@ -243,8 +243,6 @@ def _read_value(value: Any, is_image: bool) -> Any:
 
     Raises:
         ValueError: The image is damaged, or Python has no such time.
-        OverflowError: Python has no such date.
-        LookupError: It has no such time zone.
     """
     if value.type == NANOSECONDS and value.is_valid and value.value % 1000:
         raise ValueError(f"Python's times have no nanoseconds, this is {value.value:,} ns")

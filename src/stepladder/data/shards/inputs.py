@@ -34,6 +34,7 @@ INPUT_KINDS = (
     f"what open_data reads ({FORMAT_NAMES}), NumPy (.npz), IDX (MNIST files, or a folder of the"
     " four), HDF5 (.h5)"
 )
+NPZ_SUFFIX = ".npz"
 TYPED_RECORDS = 4096  # by which the types of columns are chosen
 RECORD_HINT = (
     "correct it, then type the command again; or --columns NAME,NAME without that column, or"
@@ -72,7 +73,7 @@ def _open_table(path: str, names: tuple[str, ...], dtypes: dict[str, str]) -> Ta
     local = Path(path)
     if holds_shards(local):
         return _shards_table(local, names)
-    if local.suffix == ".npz":
+    if local.suffix == NPZ_SUFFIX:
         return npz_table(local, names)
     if find_format(list_names(path)) is not None:
         types = {name: _parse_dtype(name, text) for name, text in dtypes.items()}

@@ -99,11 +99,7 @@ def _find_column(file: Path, name: str, array: Any) -> Column:
         raise InputError(f"{file}: {name} is {kind}, not rows of numbers", "omit it (columns=...)")
     if array.ndim == 0 or array.dtype.kind not in "biuf":
         kind = "a single value" if array.ndim == 0 else f"of type {array.dtype}"
-        raise InputError(
-            f"{file}: {name} is {kind}, not rows of numbers",
-            "omit it (columns=...), or convert it into shards:"
-            f" stepladder data shard {file} --out DIR",
-        )
+        raise InputError(f"{file}: {name} is {kind}, not rows of numbers", "omit it (columns=...)")
     return Column(array.dtype.newbyteorder("="), array.shape[1:])
 
 
