@@ -246,7 +246,9 @@ def main():
     dist.barrier()
     if dist.get_rank() == 0:
         share = f"after step {stopped_after} of {steps}"
-        print(f"claim holds: all stopped {share}, no step was lost or repeated, the bits are the same")
+        print(
+            f"claim holds: all stopped {share}, no step was lost or repeated, the bits are the same"
+        )
     leave_group()
 
 

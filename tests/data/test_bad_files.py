@@ -276,7 +276,7 @@ def test_a_damaged_text_in_an_arrow_file_is_named_and_found(tmp_path: Path) -> N
     file = min(tmp_path.iterdir())
     file.write_bytes(file.read_bytes().replace(b'text "25"', b'text "\xff5"'))
     source = open_data(file, columns=["text"])
-    with pytest.raises(InputError, match=r"data-0\.arrow: records 20 to 39: "):
+    with pytest.raises(InputError, match=r"data-0\.arrow: record 25: .* HINT: copy the file again"):
         source.read(np.array([21, 25]))
     assert [damage.first for damage in source.find_damage()] == [20]
 

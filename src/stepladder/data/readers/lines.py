@@ -134,8 +134,10 @@ class _CsvLines(IndexedFiles):
 
     def get_index_kind(self, file: DataFile) -> str:
         """Return what an index of a file depends on besides the file."""
-        kind = "csv" if self.has_quotes[file.name] else "tsv"
-        return f"{kind} {self.first_bytes[file.name]}"
+        first_byte = self.first_bytes[file.name]
+        if self.has_quotes[file.name]:
+            return f"csv {first_byte}"
+        return f"tsv {first_byte}"
 
     def parse(self, number: int, data: bytes, names: frozenset[str] | None) -> Sample:
         """Return the values of a line as texts.
@@ -147,13 +149,16 @@ class _CsvLines(IndexedFiles):
         has_quotes = self.has_quotes[self.files[number].name]
         values = self._split(data, has_quotes)
         has_marks = not has_quotes and b'"' in data
+        hint = DAMAGE_HINT
+        if has_marks:
+            hint = TSV_HINT
         problem = ""
         if len(values) != len(self.header):
             problem = f"it has {len(values)} values, the header {len(self.header)}"
         elif has_marks and any(map(QUOTED_TWICE.fullmatch, values)):
             problem = "it has quotation marks that are doubled, as in CSV"
         if problem:
-            raise InputError(problem, TSV_HINT if has_marks else DAMAGE_HINT)
+            raise InputError(problem, hint)
         return dict(zip(self.header, values, strict=True))
 
     def make_column(self, name: str, values: list[Any], first: Any) -> Any:
@@ -199,7 +204,7 @@ class _CsvLines(IndexedFiles):
         """Return the names of the columns, and where the first line after them begins."""
         head = file.read(0, min(MAX_HEADER_BYTES, file.size))
         end = head.find(b"\n")
-        has_quotes = self._uses_quotes(head if end < 0 else head[:end])
+        has_quotes = self._uses_quotes(head.partition(b"\n")[0])
         self.has_quotes[file.name] = has_quotes
         # A name may have a line break.
         while has_quotes and end >= 0 and head.count(b'"', 0, end) % 2:

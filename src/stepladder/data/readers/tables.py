@@ -21,7 +21,7 @@ from stepladder.data.readers.batches import (
     join_lists,
     stack_values,
 )
-from stepladder.data.readers.damage import DAMAGE_HINT, Damage
+from stepladder.data.readers.damage import Damage
 from stepladder.data.readers.file_rows import FilesSource
 from stepladder.data.readers.files import DataFile
 from stepladder.data.readers.open_options import OpenOptions
@@ -214,7 +214,9 @@ def _list_values(
     values, errors = _read_values(column.take(pa.array(rows)), is_image)
     for place, error in errors.items():
         damage = _make_value_damage(part, int(rows[place]), name, error)
-        raise InputError(str(damage), DAMAGE_HINT if is_image else NO_COLUMN) from error
+        if is_image or isinstance(error, UnicodeError):
+            raise damage.as_error() from error
+        raise InputError(str(damage), NO_COLUMN) from error
     return values
 
 
