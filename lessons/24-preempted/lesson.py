@@ -138,7 +138,7 @@ def save_snapshot(folder, model, optimizer, next_epoch, next_step, args):
 
 
 def load_snapshot(folder, model, optimizer, args, device):
-    """Return the epoch and the step to continue with: 0, 0 without a snapshot of an unfinished run."""
+    """Return the epoch and the step to continue with; 0, 0 without an unfinished run's snapshot."""
     if not (folder / "snapshot.pt").exists():
         return 0, 0
     snapshot = torch.load(folder / "snapshot.pt", map_location=device, weights_only=True)
@@ -188,7 +188,7 @@ def parse_args():
 
 
 def train(args, folder, device, stop=None):
-    """Train, from a snapshot in `folder` if there is one, up to the end or a stop; return the model.
+    """Train, from the snapshot in `folder` if any, up to the end or a stop; return the model.
 
     It also returns how many steps the whole run has done.
     """
