@@ -345,7 +345,7 @@ def summarize(outcomes: dict[str, Outcome]) -> str:
         by_text.setdefault(text, []).append(way)
     if len(by_text) == 1:
         return next(iter(by_text))
-    return "; ".join(f"{', '.join(ways)}: {text}" for text, ways in by_text.items())
+    return "; ".join(f"{', '.join(those)}: {text}" for text, those in by_text.items())
 
 
 if __name__ == "__main__":

@@ -73,8 +73,8 @@ def kind(
         stopped: The same when it is stopped and resumed.
         settings: Settings of the run.
     """
-    ways = {"full": full, "optimizer": optimizer, "1": alone, "2, stopped, 1": stopped}
-    by_way = {way: text for way, text in ways.items() if text is not None}
+    texts_by_way = {"full": full, "optimizer": optimizer, "1": alone, "2, stopped, 1": stopped}
+    by_way = {way: text for way, text in texts_by_way.items() if text is not None}
 
     def add(build: Callable[[], Job]) -> Callable[[], Job]:
         name = build.__name__.replace("_", " ")

@@ -110,13 +110,13 @@ def preempt_on_slurm(jobs: Any, kind: str) -> list[int]:
         part.split("\n")[1:-1] for part in (jobs.folder / "steps.txt").read_text().split("start")
     ]
     done = 0
-    lost = []
+    lost_steps = []
     for index, steps in enumerate(starts[1:4]):
         begin = UNBROKEN.index(steps[0]) if steps else done
         if index:
-            lost.append(done - begin)
+            lost_steps.append(done - begin)
         done = begin + len(steps)
-    return lost
+    return lost_steps
 
 
 def compare_with_slurm(kinds: list[str]) -> tuple[str, str]:

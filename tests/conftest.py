@@ -117,6 +117,7 @@ def pytest_sessionfinish() -> None:
         server.stop()
 
 
+HASH_SEED = "PYTHONHASHSEED"
 PERMANENT = ("fsspecIO", "asyncio_")  # fsspec's loop, which a process has once
 
 
@@ -128,6 +129,8 @@ def nothing_left_behind() -> Iterator[None]:
     folder = set(Path.cwd().iterdir())
     processes = _children()  # of the session, as the one that ranks are forked from
     yield
+    if HASH_SEED not in environment:
+        os.environ.pop(HASH_SEED, None)  # `train` sets it, for the processes that it starts
     assert _environment() == environment, "the test changed environment variables"
     assert Path.cwd().is_dir() and set(Path.cwd().iterdir()) <= folder, (
         "the test left files in the current folder"

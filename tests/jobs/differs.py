@@ -48,6 +48,8 @@ class Net(nn.Module):
 
     def plant(self) -> None:
         """What no record tells of: one bit of a weight, one microbatch's gradient."""
+        if not torch.is_grad_enabled():  # the loss that a snapshot has
+            return
         step, number = divmod(self.passes, PASSES)
         self.passes += 1
         # Not in an epoch's first step, which --sync exact compares the weights of.

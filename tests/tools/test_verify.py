@@ -27,10 +27,11 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed import distributed_c10d as c10d  # which tells a job how many ranks there are
 
 from stepladder import Job
 
-RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+RANK = int(os.environ.get("RANK", 0))
 
 @dataclass
 class Config:
@@ -56,6 +57,7 @@ class Net(nn.Module):
         return self.layers(x)
 
 def build(config):
+    WORLD_SIZE = c10d.get_world_size() if c10d.is_initialized() else 1
     data_seed = 7 + (config.plant == "data") * WORLD_SIZE
     x = torch.randn(72, 6, generator=torch.Generator().manual_seed(data_seed))
     offset = (config.plant == "start") * WORLD_SIZE + (config.plant == "rank seed") * RANK

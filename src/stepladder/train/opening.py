@@ -6,7 +6,6 @@ disagree.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -236,7 +235,7 @@ class _Opening:
         has_snapshot = snapshot is not None
         lines = describe_start(spec, comm.world, state.step, has_snapshot)
         if self.is_job_edited and state.step:
-            state.expected_loss = math.nan
+            state.pop_expected_loss()
             lines += describe_edits(spec.recipe.job_file, spec.job, built_settings)
         attempt.report("\n".join(lines))
         return Session(attempt, state, recorder, saver, stored.attempt, self.run_dir)

@@ -34,7 +34,8 @@ def pretend_more_ranks() -> Iterator[None]:
     size = int(os.environ.get(TORCHRUN.world_size, 1))
     rank = int(os.environ.get(TORCHRUN.rank, 0))
     variables = {TORCHRUN.world_size: str(2 * size), TORCHRUN.rank: str(rank + size)}
-    get_size, get_rank = dist.get_world_size, dist.get_rank
+    get_size = dist.get_world_size
+    get_rank = dist.get_rank
     with _answer(
         variables,
         lambda group=None: 2 * get_size(group),
@@ -49,13 +50,16 @@ def _answer(
 ) -> Iterator[None]:
     """Replace variables and torch.distributed's functions in the block."""
     before = {name: os.environ.get(name) for name in variables}
-    functions = dist.get_world_size, dist.get_rank
+    get_own_size = dist.get_world_size
+    get_own_rank = dist.get_rank
     os.environ.update(variables)
-    dist.get_world_size, dist.get_rank = get_size, get_rank
+    dist.get_world_size = get_size
+    dist.get_rank = get_rank
     try:
         yield
     finally:
-        dist.get_world_size, dist.get_rank = functions
+        dist.get_world_size = get_own_size
+        dist.get_rank = get_own_rank
         for name, value in before.items():
             if os.environ.get(name) != variables[name]:
                 continue  # the job has changed it

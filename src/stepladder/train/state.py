@@ -160,6 +160,16 @@ class TrainState:
             return None
         return self._sign * self.metrics[name]
 
+    def note_next_loss(self, loss: float) -> None:
+        """Note what the next snapshot says of the next loss."""
+        self.next_loss = loss
+
+    def pop_expected_loss(self) -> float:
+        """Return `expected_loss`, which is NaN afterwards."""
+        loss = self.expected_loss
+        self.expected_loss = math.nan
+        return loss
+
     @property
     def epoch_value(self) -> float:
         """What the schedules on a plateau watch: the job's best metric, else the training loss."""

@@ -432,23 +432,21 @@ class TrainingLoop:
     def _compute_next_loss(self) -> float:
         """Return the loss of the next step's first microbatch, NaN if it needs gradients.
 
-        It is a function of what a snapshot has: the weights, the data and the seed.
-
-        Raises:
-            RuntimeError: It cannot be computed.
+        It is a function of what a snapshot has: the weights, the data and the seed. A layout that
+        gathers weights cannot take gradients here, and other kernels would round differently.
         """
         assert self.weight_guard is not None
         span = self.plan.microbatches(self.state.step)[0]
         seed_generators(self.state.step, self.comm.device)  # so that the pass is seeded in any case
         self.weight_guard.begin(compares_values=False)
         self.statistics.begin()
+        # What was compiled or captured is for passes with gradients.
+        gradients = nullcontext() if self.loss_programs else torch.no_grad()
         try:
-            with self.generators.forgetting():
+            with self.generators.forgetting(), gradients:
                 batch = BatchReader(self.spec, self.comm).read(self.state.step, span)
                 return self._recompute(span, batch).item()
         except RuntimeError:
-            if not self.layout.gathers_weights:
-                raise
             return math.nan
         finally:
             self.statistics.cancel()
@@ -459,8 +457,7 @@ class TrainingLoop:
         Raises:
             InputError: It is another one, so the job keeps something that no snapshot has.
         """
-        expected = self.state.expected_loss
-        self.state.expected_loss = math.nan
+        expected = self.state.pop_expected_loss()
         loss = self._compute_next_loss()
         if not math.isclose(loss, expected, rel_tol=NO_GRAD_TOLERANCE, abs_tol=1e-8):
             raise InputError(
@@ -546,7 +543,7 @@ class TrainingLoop:
             if self.buffers is not None:  # also detects writes that torch's version counter misses
                 self.buffers.validate_unchanged()
             if self._computes_next_loss:
-                self.state.next_loss = self._compute_next_loss()
+                self.state.note_next_loss(self._compute_next_loss())
             session.snapshot()
 
     @property
