@@ -1629,3 +1629,16 @@ def curriculum_by_the_number_of_evaluations() -> Job:
         return warm_loss(model, batch, 1 + len(seen))
 
     return job(loss=loss, metrics=accuracy, derived=derived, eval_data=vectors())
+
+
+@kind(optimizer="the memory of a weight was replaced", full="")
+def weight_that_is_put_back_by_its_data() -> Job:
+    def loss(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+        total, count = cross_entropy(model, batch)
+        weight = model.last.weight
+        if not isinstance(weight, torch.distributed.tensor.DTensor):
+            backup = weight.data.clone()
+            weight.data = backup
+        return total, count
+
+    return job(loss=loss)

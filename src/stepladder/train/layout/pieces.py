@@ -35,6 +35,12 @@ class ShardPiece(NamedTuple):
     def is_whole(self) -> bool:
         return self.hi - self.lo == self.param.numel()
 
+    @property
+    def lies_in_param(self) -> bool:
+        """Whether the values are where the parameter is."""
+        offset = self.lo * self.param.element_size()
+        return self.values.data_ptr() == self.param.data_ptr() + offset
+
     def cut(self, tensor: Tensor) -> Tensor:
         """Return the piece's part of a tensor of the parameter's shape, as a view if possible."""
         return tensor if self.is_whole else tensor.reshape(-1)[self.lo : self.hi]

@@ -138,7 +138,8 @@ class OptimizerSlices:
             The function that takes the step.
 
         Raises:
-            InputError: The optimizer has got other parameters, or a hook, since.
+            InputError: The optimizer has got other parameters, or a hook, or a parameter another
+                memory, since.
         """
         validate_unobserved(self.optimizer, "optimizer")
         num_params = sum(len(group["params"]) for group in self.optimizer.param_groups)
@@ -146,6 +147,11 @@ class OptimizerSlices:
             raise InputError(
                 "--shard optimizer: the optimizer has got other parameters since the run began",
                 "give it all of them in build, or leave --shard out",
+            )
+        if not all(piece.lies_in_param for piece in self.pieces):
+            raise InputError(
+                "--shard optimizer: the memory of a weight was replaced, as by weight.data = copy",
+                "weight.data.copy_(copy), or leave --shard out",
             )
         for piece in self.pieces:
             grad = piece.param.grad

@@ -52,7 +52,7 @@ class Sync:
         self.hooks: list[Any] = []  # of the model or its parameters, for `close`
         self.extra: Tensor | None = None
         if extra_size:
-            self.extra = torch.zeros(extra_size, device=comm.device)
+            self.extra = torch.zeros(extra_size, dtype=torch.float32, device=comm.device)
 
     def begin(self, first: int, count: int, total: int) -> None:
         """Begin a step in which this rank computes some microbatches.

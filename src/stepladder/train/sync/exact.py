@@ -229,7 +229,7 @@ class ExactSync(Sync):
         if not groups or groups[-1][0].dtype != torch.float32:
             groups.append([])
         extra_sizes = [0] * (len(groups) - 1) + [extra_size]
-        float32 = torch.zeros(0, device=comm.device)
+        float32 = torch.zeros(0, dtype=torch.float32, device=comm.device)
         self.buckets = [
             TreeBucket(comm, params, params[0].detach() if params else float32, size)
             for params, size in zip(groups, extra_sizes, strict=True)
