@@ -1378,7 +1378,7 @@ def backward_within_the_loss() -> Job:
     return job(loss=loss)
 
 
-@kind(refused="the metric accuracy", full="")
+@kind(refused="the metric accuracy", full="metrics of the same batch are others")
 def metric_over_all_batches_so_far() -> Job:
     total: Counter[str] = Counter()
 

@@ -18,7 +18,7 @@ from processes import SECONDS
 
 REPOSITORY = Path(__file__).parent.parent
 LINKED_BY_LESSONS = [
-    "exactness.md", "glossary.md", "lab.md", "learn.md", "shard.md", "speed.md", "teaching.md", "training.md",
+    "exactness.md", "glossary.md", "lab.md", "learn.md", "preemption.md", "shard.md", "speed.md", "teaching.md", "training.md",
     "your-own-job.md",
 ]  # fmt: skip
 PACKAGED = [

@@ -47,7 +47,7 @@ def build(config: Config) -> Job:
 
     def loss(model: nn.Module, batch: list[torch.Tensor]) -> tuple[torch.Tensor, int]:
         step = schedule.last_epoch + 1
-        if step not in passed:
+        if step not in passed and torch.is_grad_enabled():  # else it is the loss of a snapshot
             passed.add(step)
             before(step)
         return mlp.squared_error(model, batch)

@@ -227,7 +227,8 @@ class TrainingLoop:
         return listeners
 
     def __enter__(self) -> TrainingLoop:
-        if not math.isnan(self.state.expected_loss) and self._computes_next_loss:
+        is_known = not math.isnan(self.state.expected_loss)
+        if self.repeat_check is not None and is_known and self._computes_next_loss:
             self._validate_resumed()
         if self._is_replica_check_due:
             self._check_replicas(self.state.step)
@@ -442,12 +443,15 @@ class TrainingLoop:
         self.statistics.begin()
         # What was compiled or captured is for passes with gradients.
         gradients = nullcontext() if self.loss_programs else torch.no_grad()
+        reader = BatchReader(self.spec, self.comm)
         try:
             with self.generators.forgetting(), gradients:
-                batch = BatchReader(self.spec, self.comm).read(self.state.step, span)
-                return self._recompute(span, batch).item()
+                return self._recompute(span, reader.read(self.state.step, span)).item()
         except RuntimeError:
-            return math.nan
+            if self.layout.gathers_weights:
+                return math.nan
+            with self.generators.forgetting():  # which raises what is no question of gradients
+                return self._recompute(span, reader.read(self.state.step, span)).item()
         finally:
             self.statistics.cancel()
 
