@@ -32,7 +32,9 @@ def test_a_killed_worker_is_named_with_its_cause(tmp_path: Path) -> None:
 @pytest.mark.ranks
 def test_a_batch_that_cannot_be_sent_is_an_error(tmp_path: Path) -> None:
     shown = lose_worker(tmp_path, "unpicklable")
-    assert "rank 1 failed: AttributeError: in DataLoader worker process 0: Can't pickle" in shown
+    # Python 3.13 says "Can't get local object".
+    failed = r"rank 1 failed: AttributeError: in DataLoader worker process 0: Can't (pickle|get)"
+    assert re.search(failed, shown)
 
 
 @pytest.mark.slow
