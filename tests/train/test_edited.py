@@ -143,3 +143,16 @@ def test_only_a_file_whose_hash_is_known_is_edited(tmp_path: Path) -> None:
     assert is_edited({"environment": {"job_sha256": "0" * 64}}, str(file))
     assert not is_edited({"environment": {}}, str(file))  # of a run of an earlier version
     assert not is_edited(None, str(file))
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_an_edited_loss_is_no_lost_state_on_any_rank(tmp_path: Path) -> None:
+    job = tmp_path / "job.py"
+    job.write_text(JOB)
+    flags = "--sync", "exact", "--nproc", 2, "--shard", "full"
+    first = run("train", job, *flags, cwd=tmp_path)
+    assert first.returncode == 0, first.stderr
+    job.write_text(JOB.replace("(model(batch[0])", "(1.5 * model(batch[0])"))
+    edited = run("train", job, *flags, "--epochs", 2, cwd=tmp_path)
+    assert edited.returncode == 0, edited.stderr

@@ -65,12 +65,14 @@ class _StoredRun(NamedTuple):
         result: The contents of result.json if the run is complete, else None.
         snapshot: The newest intact snapshot, None if the run is new.
         shuffle: The order of samples that the run began with, "" if the run is new.
+        is_edited: Whether the job file has changed since.
     """
 
     attempt: int
     result: dict[str, Any] | None
     snapshot: Snapshot | None
     shuffle: str
+    is_edited: bool = False
 
 
 @contextmanager
@@ -115,8 +117,6 @@ class _Opening:
         self.run_dir: RunDir | None = None
         # The snapshots of the run directory, likewise.
         self.store: Snapshots | None = None
-        # Whether the job file has changed since the run began, known on the first rank.
-        self.is_job_edited = False
 
     def open(self) -> Session | TrainResult:
         """Return the session, or the stored result of a run that is complete already."""
@@ -166,7 +166,6 @@ class _Opening:
             for name, files in spec.files.items():
                 stored_files = config.get("files", {}).get(name)
                 validate_same_files(stored_files, files, f"run directory {run_dir.path}")
-            self.is_job_edited = is_edited(config, spec.recipe.job_file)
         shuffle = find_shuffle(config, run_dir.path)
         result = self._read_result(run_dir)
         if result is not None:
@@ -184,7 +183,8 @@ class _Opening:
                 CONFIG_FILE, {"schema": RUN_SCHEMA, **spec.as_json(), "environment": facts}
             )
         self.attempt.record_start(run_dir)
-        return _StoredRun(run_dir.attempt, None, snapshot, shuffle)
+        edited = is_edited(config, spec.recipe.job_file)
+        return _StoredRun(run_dir.attempt, None, snapshot, shuffle, edited)
 
     def _load_initial_weights(self, is_fresh: bool) -> None:
         """Load the weights of --init-from into the model of a run that begins."""
@@ -234,7 +234,7 @@ class _Opening:
         recorder = self._make_recorder(attempt, state, header, loggers)
         has_snapshot = snapshot is not None
         lines = describe_start(spec, comm.world, state.step, has_snapshot)
-        if self.is_job_edited and state.step:
+        if stored.is_edited and state.step:
             state.pop_expected_loss()
             lines += describe_edits(spec.recipe.job_file, spec.job, built_settings)
         attempt.report("\n".join(lines))
