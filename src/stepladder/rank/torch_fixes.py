@@ -427,6 +427,11 @@ def count_memory_users(tensor: torch.Tensor) -> int:
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
+def share_storage(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Tell whether two tensors have one storage; fake tensors have one too, but no address."""
+    return first.untyped_storage()._cdata == second.untyped_storage()._cdata
+
+
 def get_loader_workers(batches: Any) -> Any:
     """Return the list of the worker processes of a DataLoader's iterator."""
     return batches._workers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
@@ -108,6 +109,7 @@ class _DryRun:
         """
         estimates = []
         for shard in SHARD_VALUES if size > 1 else SHARD_VALUES[:1]:
+            gc.collect()  # the last estimate's views of the weights are in reference cycles
             try:
                 spec = self._make_spec(size, shard)
                 memory = estimate_memory(self.fake_builder, spec, self._make_comm(size))

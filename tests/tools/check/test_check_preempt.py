@@ -21,8 +21,8 @@ def check(kind: str, folder: Path, *flags: object) -> tuple[int, list[str], list
     write_script(kind, folder)
     done = run("check", "--json", "--preempt", 3, *flags, "train.py", cwd=folder)
     report = json.loads(done.stdout)
-    assert {finding["rule"] for finding in report["findings"]} <= {"preempted"}
-    seen = [finding["evidence"] for finding in report["findings"]]
+    seen = [finding["evidence"] for finding in report["findings"] if finding["rule"] == "preempted"]
+    assert len(seen) == len(report["findings"]) or kind == "saves over the only snapshot"
     begin = next(i for i, line in enumerate(report["held"]) if line.startswith("preemption: "))
     return done.returncode, seen, report["held"][begin : begin + 4]
 

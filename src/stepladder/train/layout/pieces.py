@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from stepladder.rank.torch_fixes import share_storage
 from stepladder.train.comm import Comm
 
 ALIGNMENT = 64  # elements: more than any processor's vectors hold
@@ -38,8 +39,8 @@ class ShardPiece(NamedTuple):
     @property
     def lies_in_param(self) -> bool:
         """Whether the values are where the parameter is."""
-        offset = self.lo * self.param.element_size()
-        return self.values.data_ptr() == self.param.data_ptr() + offset
+        begin = self.param.storage_offset() + self.lo
+        return self.values.storage_offset() == begin and share_storage(self.values, self.param)
 
     def cut(self, tensor: Tensor) -> Tensor:
         """Return the piece's part of a tensor of the parameter's shape, as a view if possible."""
