@@ -8,6 +8,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import signal
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from processes import SECONDS
+from stepladder.rank.lifecycle import RANK_SIGNALS
 from stepladder.rank.shared_segment import EXCHANGE_VARIABLE, GLOO_EXCHANGE, MEMORY_EXCHANGE
 
 # Forked from a process that never ran torch: a fork after a parallel operation hangs in the child.
@@ -95,6 +97,8 @@ def _rank(
     from stepladder.core.world import World
     from stepladder.train.process_group import process_group
 
+    # A test before may have started the launcher's fork server, which blocks what ranks are sent.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, RANK_SIGNALS)
     torch.set_num_threads(1)
     os.environ[EXCHANGE_VARIABLE] = GLOO_EXCHANGE if by_gloo else MEMORY_EXCHANGE
     try:

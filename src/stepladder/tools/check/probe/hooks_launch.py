@@ -8,7 +8,8 @@ from __future__ import annotations
 import _collections_abc
 import os
 import sys
-from types import CodeType, FrameType
+from itertools import islice
+from types import FrameType
 
 from stepladder.core.after_import import call_after_import
 from stepladder.tools.check.events import (
@@ -58,14 +59,14 @@ class EnvironmentReads:
     def __init__(self) -> None:
         self.recorded: set[tuple[type[RankRead], str]] = set()
         # Where all variables are being copied, which asks for none of them.
-        self.copying: tuple[CodeType, int] | None = None
+        self.copying: tuple[Any, ...] | None = None
 
     def begin_copy(self, frame: FrameType) -> None:
-        self.copying = (frame.f_code, frame.f_lasti)
+        self.copying = locate(frame)
 
     def record(self, name: str, frame: FrameType) -> None:
         """Record the first read of a variable by the user's code, and the first by a library."""
-        if (frame.f_code, frame.f_lasti) == self.copying:
+        if locate(frame) == self.copying:
             return
         kind = kind_of_read(name, frame)
         if kind is not None and (kind, name) not in self.recorded:
@@ -112,6 +113,15 @@ def reading_frame() -> FrameType:
     while frame.f_back is not None and frame.f_code.co_filename in FILES_OF_ENVIRONMENT:
         frame = frame.f_back
     return frame
+
+
+def locate(frame: FrameType) -> tuple[Any, ...]:
+    """Return the expression that a frame evaluates.
+
+    Not its instruction: in Python 3.12 that of a loop over a generator moves after the first turn.
+    """
+    positions = frame.f_code.co_positions()
+    return frame.f_code, next(islice(positions, frame.f_lasti // 2, None))
 
 
 def kind_of_read(name: str, frame: FrameType) -> type[RankRead] | None:
