@@ -39,10 +39,8 @@ KILLED = ("a killed run", 1, 0)
 LIVE = ("a live run", 2, 1)
 
 
-@pytest.mark.parametrize(
-    ("before", "nproc", "number"),
-    [pytest.param(*KILLED, marks=pytest.mark.slow), pytest.param(*LIVE)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("before", "nproc", "number"), [KILLED, LIVE])
 def test_one_run_writes_a_directory_that_several_want(
     before: str,
     nproc: int,

@@ -53,8 +53,10 @@ def start_hang(kind: str, folder: Path) -> AbstractContextManager[Started]:
     "kind",
     [
         "alone",
-        "data",
-        *(pytest.param(k, marks=pytest.mark.slow) for k in ("lock", "sleep", "stop", "build")),
+        *(
+            pytest.param(k, marks=pytest.mark.slow)
+            for k in ("data", "lock", "sleep", "stop", "build")
+        ),
     ],
 )
 def test_a_planted_hang_is_named(kind: str, tmp_path: Path) -> None:

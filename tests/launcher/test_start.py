@@ -71,8 +71,15 @@ def hash_with_seed(seed: str) -> str:
     return done.stdout.strip()
 
 
-@pytest.mark.parametrize("start", [[], ["--nproc", "2"]], ids=["one process", "ranks"])
-@pytest.mark.parametrize(("given", "seed"), [({}, "0"), ({"PYTHONHASHSEED": "1"}, "1")])
+@pytest.mark.parametrize(
+    ("start", "given", "seed"),
+    [
+        ([], {}, "0"),
+        pytest.param(["--nproc", "2"], {}, "0", marks=pytest.mark.slow),
+        pytest.param([], {"PYTHONHASHSEED": "1"}, "1", marks=pytest.mark.slow),
+        pytest.param(["--nproc", "2"], {"PYTHONHASHSEED": "1"}, "1", marks=pytest.mark.slow),
+    ],
+)
 def test_python_hashes_a_text_alike_in_each_start_unless_it_was_told_how(
     start: list[str], given: dict[str, str], seed: str, tmp_path: Path
 ) -> None:

@@ -11,7 +11,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -154,18 +153,18 @@ def test_a_folder_that_slurm_cannot_have_is_refused(tmp_path: Path) -> None:
 def test_up_that_fails_half_way_takes_everything_down_again(tmp_path: Path) -> None:
     program = tmp_path / "slurmd"
     program.write_text(
-        "#!/bin/sh\necho fatal: nothing works on $(ip netns identify $$) >&2; exit 1\n"
+        "#!/bin/sh\n"
+        "echo fatal: nothing works on $(ip netns identify $$) at $(date +%s%N) >&2; exit 1\n"
     )
     program.chmod(0o755)
     with TemporaryDirectory(prefix="lab-") as state:
         env = {"XDG_STATE_HOME": state, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
         line = refused(run("lab", "up", cwd=tmp_path, env=env), "ended: fatal: nothing works on sl")
-        ended_ns = time.time_ns()
-        bridge = re.findall(r" on (sl\d+)n", line)[0]
+        ((bridge, began_ns),) = re.findall(r" on (sl\d+)n\d+ at (\d+)", line)
         assert not list(Path(state).iterdir())
         # The lab of other tests, which starts meanwhile, may take the names that are free again.
         namespaces = [part for part in network_parts(bridge) if part[0].startswith("netns")]
-        assert not [name for name, made_ns in namespaces if made_ns < ended_ns]
+        assert not [name for name, made_ns in namespaces if made_ns < int(began_ns)]
         assert not processes_with(state)
 
 

@@ -89,6 +89,7 @@ def test_a_hang_under_torchrun_is_explained(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks
+@pytest.mark.slow
 def test_a_hang_of_spawned_ranks_is_explained_in_json_too(tmp_path: Path) -> None:
     (tmp_path / "spawn.py").write_text(SPAWNING)
     pattern = r"rank 0 \(pid \d+\): it is in train\(\), spawn.py:9 .*; the others wait in barrier"
