@@ -110,7 +110,7 @@ def parse_args():
     parser.add_argument("--nproc", type=positive, default=2, help="processes")
     parser.add_argument("--total_epochs", type=positive, default=5)
     parser.add_argument("--save_every", type=positive, default=5, help="epochs")
-    parser.add_argument("--batch_size", type=positive, default=128, help="samples per process")
+    parser.add_argument("--batch_size", type=positive, default=512, help="samples per process")
     parser.add_argument("--lr", type=float, default=0.02)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     folder = Path("runs/lessons", Path(__file__).parent.name)

@@ -16,7 +16,7 @@ import pytest
 
 import stepladder as package
 from courses import write_course
-from processes import refused, run, started
+from processes import refused, run, started, wait_until
 from stepladder.tools.learn.class_report import (
     LearnerResults,
     name_learners,
@@ -115,6 +115,24 @@ def test_check_says_why_not_and_remembers_what_passed(learn: Learn, tmp_path: Pa
         == "passed: it adds\n\nadd: passed\nnext: stepladder learn show 1\n"
     )
     assert "[x] add" in learn().stdout
+
+
+def test_watch_checks_what_is_saved(learn: Learn, tmp_path: Path) -> None:
+    checkout = write_course(tmp_path / "checkout")
+    file = checkout / "lessons" / "exercises" / "add" / "exercise.py"
+    env = {"XDG_STATE_HOME": str(tmp_path / "state")}
+    with started("learn", "watch", cwd=checkout, env=env) as running:
+        wait_until(lambda: "learn show add" in running.out.read_text(), running.err.read_text)
+        file.write_text(file.read_text().replace("return a\n", "return a - b\n"))
+        wait_until(lambda: "add: NOT YET" in running.out.read_text(), running.err.read_text)
+        file.unlink()  # as an editor may
+        file.write_text("def check(): no Python")
+        wait_until(lambda: running.out.read_text().count("NOT YET") == 2, running.err.read_text)
+        shutil.copy(checkout / "lessons" / "solutions" / "add.py", file)
+        wait_until(lambda: "add: passed" in running.out.read_text(), running.err.read_text)
+        running.signal_group(signal.SIGINT)
+        assert running.end() == 130
+    assert "[x] add" in learn("list").stdout
 
 
 def test_what_passed_and_was_broken_again_is_no_longer_passed(learn: Learn, tmp_path: Path) -> None:

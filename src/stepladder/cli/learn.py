@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Mapping
 from difflib import unified_diff
 from pathlib import Path
 from typing import Annotated
@@ -25,6 +26,7 @@ from stepladder.tools.learn.check import (
     find_next_item,
     run_exercise,
     run_lesson,
+    watch_saves,
 )
 from stepladder.tools.learn.class_report import (
     CLASS_PAGE,
@@ -178,15 +180,49 @@ def check(
         echo("all passed")
         return 0
     verdict = check_item(course, item, echo)
-    if not verdict.passed:
-        echo(f"\n{item.key}: NOT YET: {verdict.text}")
-        if isinstance(item, Exercise):
-            echo(f"edit:   {progress.exercise_file(course, item)}")
-            echo(f"a hint: stepladder learn hint {item.name}")
-        return 1
-    echo(f"\n{item.key}: passed")
-    _say_next(course, load_progress())
-    return 0
+    _say_verdict(course, item, verdict)
+    if verdict.passed:
+        _say_next(course, load_progress())
+    return int(not verdict.passed)
+
+
+def _say_verdict(course: Course, item: Lesson | Exercise, verdict: Verdict) -> None:
+    """Print whether it passed; if not, why, and what to do."""
+    if verdict.passed:
+        echo(f"\n{item.key}: passed")
+        return
+    echo(f"\n{item.key}: NOT YET: {verdict.text}")
+    if isinstance(item, Exercise):
+        echo(f"edit:   {load_progress().exercise_file(course, item)}")
+        echo(f"a hint: stepladder learn hint {item.name}")
+
+
+@command.command()
+def watch() -> None:
+    """Check an exercise each time you save its file, until you press Ctrl-C.
+
+    Where one passes, it says which is next.
+    """
+    course, progress = load_course(), load_progress()
+    files = {one: progress.exercise_file(course, one) for one in course.exercises}
+    _say_next_exercise(course, files)
+    for exercise in watch_saves(files):
+        echo(f"\n{exercise.name} was saved: checking it")
+        verdict = _check_or_refuse(course, exercise, echo)
+        _say_verdict(course, exercise, verdict)
+        if verdict.passed:
+            _say_next_exercise(course, files)
+
+
+def _say_next_exercise(course: Course, files: Mapping[Exercise, Path]) -> None:
+    """Print which exercise is to be edited next: the first that has not passed."""
+    passed = load_progress().passed
+    for exercise, file in files.items():
+        if exercise.key not in passed and find_missing_requirement(exercise) is None:
+            echo(f"waiting until you save {file}")
+            echo(f"its page: stepladder learn show {exercise.name}")
+            return
+    echo("all exercises passed; waiting until you save one")
 
 
 def _check_course(course: Course, report: Path | None) -> int:

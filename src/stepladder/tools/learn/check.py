@@ -6,7 +6,8 @@ A lesson passes if it prints its claim, an exercise if its check prints that it 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +29,7 @@ CLAIM_PREFIX = "claim holds"
 PASSED_PREFIX = "passed: "
 NOT_YET_PREFIX = "not yet: "
 ERROR_PREFIX = "error: "
+POLL_S = 0.2
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,30 @@ def check_item(course: Course, item: Lesson | Exercise, echo: Echo) -> Verdict:
         progress.passed.discard(item.key)
     progress.save()
     return verdict
+
+
+def watch_saves(files: Mapping[Exercise, Path]) -> Iterator[Exercise]:
+    """Yield each exercise whose file is saved from now on, without an end.
+
+    What is saved while the caller works on an earlier save is seen afterwards, once.
+    """
+    seen = {exercise: _read_stamp(file) for exercise, file in files.items()}
+    while True:
+        for exercise, file in files.items():
+            stamp = _read_stamp(file)
+            if stamp and stamp != seen[exercise]:  # an editor may take the file away as it saves
+                seen[exercise] = stamp
+                yield exercise
+        time.sleep(POLL_S)
+
+
+def _read_stamp(file: Path) -> tuple[int, int, int] | None:
+    """Return what changes with each save of a file; None where there is no file."""
+    try:
+        status = file.stat()
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_size, status.st_ino
 
 
 def find_next_item(course: Course, progress: CourseProgress) -> Lesson | Exercise | None:
