@@ -1,12 +1,15 @@
 """torchrun --nproc-per-node 2 loader_lightning.py --devices 2: lightning_before.py, resumable on any number."""
 
 import sys
+from pathlib import Path
 
 import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_before import Digits, flags
 from plain import load_data
 from stepladder import Loader, StopSignals
+
+FOLDER = Path("loader_lightning")
 
 
 class StopWhenAsked(L.Callback):
@@ -15,7 +18,7 @@ class StopWhenAsked(L.Callback):
 
     def on_train_batch_end(self, trainer, module, outputs, batch, index):
         if self.stop.agreed():
-            trainer.save_checkpoint(trainer.checkpoint_callback.last_model_path)
+            trainer.save_checkpoint(FOLDER / "last.ckpt")
             sys.exit(75)
 
 
@@ -30,7 +33,7 @@ def main(config):
     L.seed_everything(config.seed)
     train_data, _ = load_data()
     loader = Loader(train_data, 64, config.seed, run_dir="runs/loader_lightning")
-    saves = ModelCheckpoint("loader_lightning", every_n_train_steps=10, save_last=True)
+    saves = ModelCheckpoint(FOLDER, every_n_train_steps=10, save_last=True)
     trainer = L.Trainer(
         max_epochs=config.epochs,
         devices=config.devices,

@@ -15,11 +15,13 @@ from processes import audited, wait_until
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
-# Each script, the package that it needs, and its flags. None of them would end by itself.
+# Each script, the package that it needs, and how it is submitted. None of them would end by itself.
+TWO_NODES = ("--nodes", 2, "--")
 SCRIPTS = {
-    "loader_ddp": ("", ()),
-    "loader_accelerate": ("accelerate", ()),
-    "loader_trainer": ("transformers", ()),
+    "loader_ddp": ("", (*TWO_NODES, "loader_ddp.py")),
+    "loader_accelerate": ("accelerate", (*TWO_NODES, "loader_accelerate.py")),
+    "loader_lightning": ("lightning", ("--nproc", 2, "--", "loader_lightning.py", "--devices", 2)),
+    "loader_trainer": ("transformers", (*TWO_NODES, "loader_trainer.py")),
 }
 SPARE_EPOCHS = 10_000
 
@@ -60,13 +62,12 @@ def first_end(jobs: Jobs, job: str) -> tuple[str, bool, int]:
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_preempted_script_loses_no_step(jobs: Jobs, name: str) -> None:
-    package, flags = SCRIPTS[name]
+    package, submitted = SCRIPTS[name]
     if package and find_spec(package) is None:
         pytest.skip(f"{package} is not installed")
-    for file in (f"{name}.py", "plain.py", "trainer_before.py"):
+    for file in (f"{name}.py", "plain.py", "lightning_before.py", "trainer_before.py"):
         shutil.copy(EXAMPLES / file, jobs.folder)
-    script = f"{name}.py", *flags, "--epochs", SPARE_EPOCHS
-    job = jobs.submit("--nodes", 2, "--", *script)
+    job = jobs.submit(*submitted, "--epochs", SPARE_EPOCHS)
     ledger = jobs.folder / "runs" / name / "ledger"
     wait_until(lambda: list(ledger.glob("attempt-0001*")), lambda: jobs.typed("logs", job))
     preempt(jobs, job)

@@ -29,12 +29,15 @@ class _ConvertFlags:
         timeout: Seconds for one run of SCRIPT.
         write: Write the converted script beside SCRIPT: train_ddp.py for train.py, or a folder
             train_ddp if several files change.
+        stop_signals: In rung h use stepladder.StopSignals, which stops before the time limit of a
+            job of `submit` too. The converted script then imports stepladder.
     """
 
     rung: Literal["a", "b", "c", "d", "e", "f", "g", "h"] = "h"
     epochs: Count = 2
     timeout: Wait = 120
     write: bool = False
+    stop_signals: bool = False
     as_json: AsJson = False
 
 
@@ -54,7 +57,9 @@ def command(script: Path, args: Words = (), **values: Any) -> int:
     flags = _ConvertFlags(**values)
     validate_script(script, args)
     target = _choose_target(script) if flags.write else None
-    request = ConversionRequest(script, args, flags.rung, flags.epochs, flags.timeout)
+    request = ConversionRequest(
+        script, args, flags.rung, flags.epochs, flags.timeout, flags.stop_signals
+    )
     result = convert(request, (lambda _: None) if flags.as_json else _show_rung)
     written = write_files(result, script, target) if target else []
     if flags.as_json:

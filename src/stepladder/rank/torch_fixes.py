@@ -429,7 +429,7 @@ def count_memory_users(tensor: torch.Tensor) -> int:
 
 def share_storage(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Tell whether two tensors have one storage; fake tensors have one too, but no address."""
-    return first.untyped_storage()._cdata == second.untyped_storage()._cdata
+    return bool(first.untyped_storage()._cdata == second.untyped_storage()._cdata)
 
 
 def get_loader_workers(batches: Any) -> Any:

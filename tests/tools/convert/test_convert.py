@@ -100,20 +100,25 @@ def test_batch_norm_sees_the_whole_batch_and_callers_keep_the_model(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("imports_stepladder", "asks"), [(False, "exit_if_asked()\n"), (True, "if stop_signals.agreed")]
+)
 def test_a_stopped_script_goes_on_with_other_processes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    imports_stepladder: bool, asks: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.copy(EXAMPLE, tmp_path / "train.py")
     (tmp_path / "train_snapshot.pt").write_text("of somebody else")
     monkeypatch.setattr(Converter, "try_edits", take_edits)  # its page proves each rung
     monkeypatch.setattr(Converter, "check_resume", lambda *_: None)
-    text = convert_in(tmp_path, monkeypatch, RUNGS[-1].letter).files["train.py"]
+    monkeypatch.chdir(tmp_path)
+    request = ConversionRequest(Path("train.py"), imports_stepladder=imports_stepladder)
+    text = convert(request).files["train.py"]
+    assert ("stepladder" in text) == imports_stepladder
+    assert text.count(asks) == 1
     (tmp_path / "whole.py").write_text(text.replace("train_snapshot2.pt", "whole.pt"))
     whole = run("whole.py", cwd=tmp_path, command=(sys.executable,))
-    stopping = "epoch == 1 and os.kill(os.getpid(), signal.SIGTERM)\n        exit_if_asked()"
-    (tmp_path / "train_ddp.py").write_text(
-        text.replace("exit_if_asked()\n    ", f"{stopping}\n    ")
-    )
+    stopping = "epoch == 1 and os.kill(os.getpid(), 15)\n        "
+    (tmp_path / "train_ddp.py").write_text(text.replace(asks, stopping + asks))
     stopped = run("run", "--nproc", "2", "train_ddp.py", cwd=tmp_path)
     assert stopped.returncode == 75, stopped.stderr
     resumed = run("train_ddp.py", cwd=tmp_path, command=(sys.executable,))

@@ -51,6 +51,7 @@ class ConversionRequest:
         last: The letter of the last rung.
         epochs: The training passes of each run; 0 for two.
         timeout: The seconds that one run may take.
+        imports_stepladder: Whether the converted script may import stepladder.
     """
 
     script: Path
@@ -58,6 +59,7 @@ class ConversionRequest:
     last: str = RUNGS[-1].letter
     epochs: int = 0
     timeout: float = 120.0
+    imports_stepladder: bool = False
 
 
 @dataclass(frozen=True)
@@ -177,7 +179,8 @@ class Converter:
         texts = {name: file.text for name, file in shortened.items()}
         started = self.run_original(starts_of_original(texts))
         self.original = Original(**{name: item.recording for name, item in started.items()})
-        conversion = Conversion(main, files, ScriptFacts(self.original.reference))
+        facts = ScriptFacts(self.original.reference)
+        conversion = Conversion(main, files, facts, self.request.imports_stepladder)
         with suppress(CannotConvert):
             self.files_once = write_once(conversion)
         return conversion

@@ -143,7 +143,7 @@ class Nothing:
 
     def __call__(self, *args, **kwargs):
         return self''',
-        (DIST,),
+        (),
     ),
     "save_snapshot": _Helper(
         '''\
@@ -169,6 +169,7 @@ def load_snapshot(path, parts):
     return snapshot''',
         ("import os", "import torch", DIST),
     ),
+    "StopSignals": _Helper("", ("import sys", "from stepladder import StopSignals")),
     "watch_for_stop": _Helper(
         '''\
 stop_signals = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cached_property
 
 from stepladder.tools.check.events import Print
@@ -21,6 +22,7 @@ KEPT_BY_WRAPPER = {
 Edits = dict[str, list[Edit]]  # by file
 
 
+@dataclass(frozen=True)
 class Conversion:
     """A script that is being converted.
 
@@ -28,12 +30,13 @@ class Conversion:
         main: The file that is started, by its path in the folder.
         files: The files of the script.
         facts: What a run of it has shown.
+        imports_stepladder: Whether the converted script may import stepladder.
     """
 
-    def __init__(self, main: str, files: dict[str, SourceText], facts: ScriptFacts) -> None:
-        self.main = main
-        self.files = files
-        self.facts = facts
+    main: str
+    files: dict[str, SourceText]
+    facts: ScriptFacts
+    imports_stepladder: bool = False
 
     def file(self, location: Location) -> SourceText:
         if location.file in self.files:

@@ -18,6 +18,15 @@ from stepladder.tools.convert.rungs import (
 )
 from stepladder.tools.convert.source import CannotConvert, Edit, SourceText
 
+# What comes before the loop over epochs, and at the end of an epoch.
+STOP_FORMS = {
+    False: ("watch_for_stop()", "exit_if_asked()"),
+    True: (
+        "stop_signals = StopSignals().__enter__()",
+        "if stop_signals.agreed():\n    sys.exit(75)",
+    ),
+}
+
 
 @dataclass(frozen=True)
 class _EpochLoop:
@@ -141,11 +150,12 @@ def _free_name(conversion: Conversion) -> str:
 def stop_when_asked(conversion: Conversion) -> Edits:
     """End with exit code 75 after the snapshot of an epoch in which SIGTERM has come."""
     epochs = _read_epoch_loop(conversion)
+    before, after = STOP_FORMS[conversion.imports_stepladder]
     edits: Edits = {}
     add(
         edits,
         epochs.file,
-        epochs.file.insert_before(epochs.loop, "watch_for_stop()"),
-        epochs.file.insert_after(epochs.loop.body[-1], "exit_if_asked()"),
+        epochs.file.insert_before(epochs.loop, before),
+        epochs.file.insert_after(epochs.loop.body[-1], after),
     )
     return edits
