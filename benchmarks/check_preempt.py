@@ -28,7 +28,7 @@ sys.path.insert(0, str(REPOSITORY / "tests" / "slurm"))
 from preemptions import KINDS, write_script  # noqa: E402
 from processes import wait_until  # noqa: E402
 
-MOMENTS = 6
+MOMENTS = 7
 ON_SLURM = [
     "right",
     "no handler",

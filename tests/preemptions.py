@@ -26,6 +26,12 @@ KINDS: dict[str, list[tuple[str, str]]] = {
     "goes on with the next epoch": [(SAVED, "                save(epoch + 1, 0)\n")],
     "counts the last step not": [(SAVED, "                save(epoch, number)\n")],
     "saves over the only snapshot": [('"snapshot.pt.tmp")', '"snapshot.pt")'), (REPLACED, "")],
+    "removes the old snapshot before the rename": [
+        (
+            REPLACED,
+            '            os.path.exists("snapshot.pt") and os.remove("snapshot.pt")\n' + REPLACED,
+        )
+    ],
     "saves elsewhere on the signal": [
         (SAVED, SAVED + '                os.rename("snapshot.pt", f"{dist.get_rank()}.pt")\n')
     ],

@@ -8,23 +8,24 @@ from pathlib import Path
 
 import pytest
 
-from check_recordings import evidence_of, forward, train_pass
+from check_recordings import MOVED, SAVED, evidence_of, forward, train_pass
 from preemptions import KINDS, write_script
 from processes import refused, run
 from stepladder.tools.check.preempt import Moment, choose_moments, find_begin
 
+MOMENTS = 4
 UNBROKEN = [(0, 1), (2, 3), (0, 1), (4, 5)]
 
 
 def check(kind: str, folder: Path, *flags: object) -> tuple[int, list[str], list[str]]:
     """Return the exit code, the evidence of findings, and the lines of the rehearsals."""
     write_script(kind, folder)
-    done = run("check", "--json", "--preempt", 3, *flags, "train.py", cwd=folder)
+    done = run("check", "--json", "--preempt", MOMENTS, *flags, "train.py", cwd=folder)
     report = json.loads(done.stdout)
     seen = [finding["evidence"] for finding in report["findings"] if finding["rule"] == "preempted"]
     assert len(seen) == len(report["findings"]) or kind == "saves over the only snapshot"
     begin = next(i for i, line in enumerate(report["held"]) if line.startswith("preemption: "))
-    return done.returncode, seen, report["held"][begin : begin + 4]
+    return done.returncode, seen, report["held"][begin : begin + 1 + MOMENTS]
 
 
 @pytest.mark.ranks
@@ -38,6 +39,7 @@ def test_a_script_that_saves_on_the_signal_loses_nothing(tmp_path: Path) -> None
         "  in step 20 (SIGTERM): 0 steps lost; interrupted again: 0 steps lost",
         "  while it evaluates (SIGTERM): 0 steps lost; interrupted again: 0 steps lost",
         "  while it saves (SIGKILL): 10 steps lost; interrupted again: 0 steps lost",
+        "  between write and rename (SIGKILL): 10 steps lost; interrupted again: 0 steps lost",
     ]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["train.py"]
 
@@ -50,6 +52,10 @@ def test_a_script_that_saves_on_the_signal_loses_nothing(tmp_path: Path) -> None
         ("no handler", "interrupted in step 20 (SIGTERM): 10 steps lost; interrupted again: 2 st"),
         ("goes on with the next epoch", "steps left out"),
         ("saves over the only snapshot", "interrupted while it saves (SIGKILL), the next start fa"),
+        (
+            "removes the old snapshot before the rename",
+            "interrupted between write and rename (SIGKILL), the next start fails: no snapshot is",
+        ),
         ("the second resume begins at the first epoch", "0 steps lost; interrupted again: 33 st"),
         ("ignores the signal", "the signal ends nothing: 20 steps more, up to its own end"),
     ],
@@ -75,6 +81,20 @@ def test_moments_differ_and_come_from_the_run() -> None:
     ]  # fmt: skip
     assert str(moments[4]) == "in step 1 (SIGKILL to the last rank)"
     assert choose_moments(log, 1, signal.SIGUSR1) == [Moment("in step 1", "step:1", signal.SIGUSR1)]
+
+
+def test_a_snapshot_is_renamed_when_an_older_one_can_be_lost() -> None:
+    events = [
+        SAVED | {"path": "/run/new/model.pt"},
+        MOVED | {"source": "/run/new", "target": "/run/last"},
+        MOVED,
+    ]
+    log = evidence_of([*train_pass(1, [[0, 1], [2, 3]]), *events]).rank_0
+    once = Moment("between write and rename", "rename:1", signal.SIGKILL)
+    assert choose_moments(log, 3, signal.SIGTERM)[2] == once
+    log = evidence_of([*train_pass(1, [[0, 1], [2, 3]]), *events, *events]).rank_0
+    twice = Moment("between write and rename", "rename:3", signal.SIGKILL, has_snapshot=True)
+    assert choose_moments(log, 3, signal.SIGTERM)[2] == twice
 
 
 def test_a_start_goes_on_at_the_nearest_of_equal_batches() -> None:

@@ -11,10 +11,12 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import PurePath
 
 from stepladder.core.numbers import format_count
 from stepladder.tools.check.events import (
     Backward,
+    FileMove,
     Forward,
     Load,
     OptimizerStep,
@@ -31,6 +33,7 @@ from stepladder.tools.findings.finding import Finding
 
 GRACE_S = 20.0  # between the warning signal and SIGKILL
 STEPS_OF_NEXT_START = 2  # before it is interrupted, too
+SNAPSHOT_GONE = "no snapshot is left, so it begins at the first step"
 OTHER_BATCHES = "it goes on with batches that the unbroken run does not have"
 NOT_COMPARABLE = (
     "--preempt: the samples of batches are not known, so nothing tells where a start goes on"
@@ -46,12 +49,14 @@ class Moment:
         pause_at: See ProbeSettings.
         number: The signal that all ranks get.
         last_rank_only: Whether the last rank alone gets it.
+        has_snapshot: Whether a snapshot was written before that must not be lost.
     """
 
     name: str
     pause_at: str
     number: int
     last_rank_only: bool = False
+    has_snapshot: bool = False
 
     @property
     def is_warned(self) -> bool:
@@ -152,6 +157,12 @@ def choose_moments(log: RankLog, count: int, number: int) -> list[Moment]:
         moments.append(Moment("while it evaluates", f"evaluation:{evaluated // 2 + 1}", number))
     if log.select(Save):
         moments.append(Moment("while it saves", "save:1", signal.SIGKILL))
+    renames = find_renames(log)[:2]  # from the second on there is an older snapshot to lose
+    for number_of_rename in renames[-1:]:
+        pause = f"rename:{number_of_rename}"
+        has_snapshot = len(renames) > 1
+        name = "between write and rename"
+        moments.append(Moment(name, pause, signal.SIGKILL, has_snapshot=has_snapshot))
     moments += [
         Moment("in the first step", "step:1", number),
         Moment("while it resumes", "load:1", number),
@@ -162,6 +173,16 @@ def choose_moments(log: RankLog, count: int, number: int) -> list[Moment]:
         step = 1 + steps * (2 * index + 1) // (2 * more)
         moments.append(Moment(f"in step {step}", f"step:{step}", number))
     return moments[:count]
+
+
+def find_renames(log: RankLog) -> list[int]:
+    """Return which of a run's renames, counted from 1, give a saved file or folder its name."""
+    saved = [PurePath(event.path) for event in log.select(Save)]
+    return [
+        number
+        for number, event in enumerate(log.select(FileMove), 1)
+        if any(path.is_relative_to(event.source) for path in saved)
+    ]
 
 
 def rehearse_moment(
@@ -193,6 +214,8 @@ def rehearse_moment(
         if not index and moment.is_warned and first.step:
             is_complete = count_steps(recording.ranks[0]) == steps
             overran = steps - first.step if is_complete else 0
+        if index == 1 and moment.has_snapshot and not has_loaded:
+            return InterruptedRun(moment, failure=SNAPSHOT_GONE)
         if begin is None or has_failed(outcome, start):
             return InterruptedRun(moment, tuple(lost), last_error(outcome))
         if index:

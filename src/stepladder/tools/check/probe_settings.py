@@ -38,7 +38,7 @@ class ProbeSettings:
         enough_after_s: The seconds until which more than two epochs are run.
         stop_at_snapshot: Whether ranks wait to be ended after their first snapshot.
         pause_at: The moment at which rank 0 pauses for a signal, as "step:5"; or evaluation, save,
-            load. Empty for none.
+            rename, load. Empty for none.
         frozen: Which run with frozen weights this is; empty where weights move.
         neutral: Whether dropout, batch statistics and random augmentation have no effect.
         names: Whether the names of models, loaders, optimizers and schedules are recorded.

@@ -13,6 +13,7 @@ from typing import Any
 
 from stepladder.core.after_import import call_after_import
 from stepladder.tools.check.events import FileMove, FileWrite, PathSearch, Print
+from stepladder.tools.check.probe import pause
 from stepladder.tools.check.probe.patching import default_on_error, record_calls, record_user_calls
 from stepladder.tools.check.probe.probe_log import current_log
 from stepladder.tools.probe.events import CodeLine
@@ -61,6 +62,7 @@ def search_event(path: Any, *_: Any, **__: Any) -> PathSearch | None:
 
 
 def move_event(source: Any, target: Any, **_: Any) -> FileMove:
+    pause.pause_at("rename")
     return FileMove(source=path_in_copy(source), target=path_in_copy(target))
 
 
