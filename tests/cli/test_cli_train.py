@@ -376,7 +376,7 @@ def test_help_lists_commands_by_purpose_and_all_of_them_on_demand(tmp_path: Path
     assert shown.endswith("\nMore (--help-all): export, import, data, recipe.\n")
     everything = run("--help-all", cwd=tmp_path).stdout
     assert titles_of(everything) == ["Options", *sections, "More"]
-    assert "\n  export   Write a run's weights" in everything
+    assert "\n  export    Write a run's weights" in everything
 
 
 def test_help_of_train_begins_with_the_jobs_flags_and_those_of_a_first_run(tmp_path: Path) -> None:

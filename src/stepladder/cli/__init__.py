@@ -64,6 +64,7 @@ COMMAND_SECTIONS = {
     },
     "Learn": {
         "learn": "Take the lessons and exercises, from one all_reduce to a cluster.",
+        "playback": "Write a page that plays back what each rank of a script did.",
         "lab": "Start a real Slurm cluster on this machine, to practise on.",
     },
     MORE: {

@@ -138,7 +138,8 @@ def tell_misplaced_flags(script: Path, args: Iterable[str]) -> None:
         files = read_source(script.resolve(), script.parent).files
         text = "\n".join(file.text for file in files).replace("-", "_")
         for flag in sorted(flags):
-            if flag.strip("-").replace("-", "_") in text:
+            name = flag.replace("-", "_")
+            if (name.strip("_") if len(flag) > 2 else name) in text:
                 continue
             print_message(
                 f"{flag} stands after {script}, so the script gets it: {context.info_name}'s"

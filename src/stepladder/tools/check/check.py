@@ -65,6 +65,7 @@ class Request:
         shows_notes: Whether notes are shown that many sound scripts get.
         unsafe: Whether the script may run where no kernel protects the files outside the copy.
         relations_only: Whether no rule is applied, so that relations alone are judged.
+        leaves: Whether the gradients of each rank alone are recorded.
     """
 
     script: Path
@@ -85,6 +86,7 @@ class Request:
     shows_notes: bool = False
     unsafe: bool = False
     relations_only: bool = False
+    leaves: bool = False
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,7 @@ class Report:
         isolation: What the script tried to change outside of its copy.
         folder: The folder to which the files of findings are relative.
         trains_alone: Whether the script trains in each process without the others.
+        evidence: What the run recorded; None where nothing ran.
     """
 
     findings: list[Finding] = field(default_factory=list)
@@ -110,6 +113,7 @@ class Report:
     isolation: Isolation | None = None
     folder: Path = Path()
     trains_alone: bool = False
+    evidence: RunEvidence | None = None
 
     @property
     def exit_code(self) -> int:
@@ -274,6 +278,7 @@ class Check:
             held=held,
             notes=self.notes,
             trains_alone=run.recording.is_single_process and run.has_trained,
+            evidence=evidence,
         )
 
     def compare_with_one(
@@ -326,6 +331,7 @@ class Check:
             original=str(self.folder),
             epochs=request.epochs,
             steps=request.steps,
+            leaves=request.leaves,
         )
         return RankLaunch(
             self.style.python_args,

@@ -348,6 +348,12 @@ class LocalGradients(ProbeEvent, kind="gradients"):
     sums: list[float]  # of a part of each gradient, of which the average is that of all gradients
 
 
+class LeafGradients(ProbeEvent, kind="leaves"):
+    """What this rank's backward passes gave each parameter, before the ranks exchanged it."""
+
+    sums: list[float]  # as in LocalGradients, since the last step
+
+
 class AutogradCall(ProbeEvent, kind="graded"):
     """The script takes gradients as values."""
 

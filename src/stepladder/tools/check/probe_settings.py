@@ -42,6 +42,7 @@ class ProbeSettings:
         frozen: Which run with frozen weights this is; empty where weights move.
         neutral: Whether dropout, batch statistics and random augmentation have no effect.
         names: Whether the names of models, loaders, optimizers and schedules are recorded.
+        leaves: Whether the gradients of this rank alone are recorded at each step.
         mechanism: What protects the files outside the copy.
         writable: The folders that may be written.
     """
@@ -60,6 +61,7 @@ class ProbeSettings:
     frozen: Literal["", "plain", "shuffled", "reweighted"] = ""
     neutral: bool = False
     names: bool = False
+    leaves: bool = False
     mechanism: str = ""
     writable: tuple[str, ...] = ()
 

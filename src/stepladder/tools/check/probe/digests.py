@@ -88,13 +88,15 @@ def gradient_sums(parameters: list[Any]) -> list[float]:
     """Return the sum over every second element of each of the first gradients."""
     sums = []
     for parameter in parameters[:MAX_GRADIENT_SUMS]:
-        gradient = local(parameter.grad)
-        if type(gradient) is not Tensor or gradient.is_sparse:
-            sums.append(0.0)
-            continue
-        every_second = gradient.detach().flatten()[::2]
-        sums.append(float(every_second.double().sum()))
+        sums.append(gradient_sum(local(parameter.grad)))
     return sums
+
+
+def gradient_sum(gradient: Any) -> float:
+    """Return the sum over every second element of a gradient; 0 where it has none to read."""
+    if type(gradient) is not Tensor or gradient.is_sparse:
+        return 0.0
+    return float(gradient.detach().flatten()[::2].double().sum())
 
 
 def has_no_gradient(parameter: Any) -> bool:

@@ -9,6 +9,7 @@ import sys
 import time
 import traceback
 import weakref
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -24,6 +25,7 @@ from stepladder.tools.check.events import (
     Clipping,
     Digests,
     Halt,
+    LeafGradients,
     LocalGradients,
     ModelDivided,
     NotFinite,
@@ -135,6 +137,8 @@ def attach() -> None:
     optimizers.register_optimizer_step_pre_hook(record_before_step)
     optimizers.register_optimizer_step_post_hook(record_after_step)
     record_calls(optimizers.Optimizer, "__init__", optimizer_event)
+    if current_log().settings.leaves:
+        wrap(optimizers.Optimizer, "__init__", leaf_sums.build)
     record_calls(optimizers.Optimizer, "zero_grad", zero_grad_event)
     wrap(torch.nn.utils, "clip_grad_norm_", record_clipping)
     for cls in vars(lr_scheduler).copy().values():
@@ -162,6 +166,36 @@ def record_clipping(original: Any, parameters: Any, *args: Any, **kwargs: Any) -
     pointers = digests.gradient_pointers(parameters)
     record(Clipping(ptrs=pointers, norm=float(norm) if is_number else None))
     return norm
+
+
+class LeafSums:
+    """Sums of the gradients that this rank alone has computed since the last step."""
+
+    def __init__(self) -> None:
+        self.by_optimizer: dict[int, list[float]] = {}
+
+    def build(self, original: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        """Make an optimizer, and add up what backward passes give its first parameters."""
+        original(optimizer, *args, **kwargs)
+        parameters = parameters_of(optimizer)[: digests.MAX_GRADIENT_SUMS]
+        sums = self.by_optimizer[training_tracker.number_of(optimizer)] = [0.0] * len(parameters)
+
+        def add(index: int, gradient: Any) -> None:
+            sums[index] += digests.gradient_sum(gradient)
+
+        for index, parameter in enumerate(parameters):
+            if parameter.requires_grad and parameter.is_leaf:
+                parameter.register_hook(partial(add, index))
+
+    def take(self, number: int) -> list[float]:
+        """Return the sums, and begin anew."""
+        sums = self.by_optimizer[number]
+        taken = list(sums)
+        sums[:] = [0.0] * len(sums)
+        return taken
+
+
+leaf_sums = LeafSums()
 
 
 def optimizer_event(optimizer: Any, *_: Any, **__: Any) -> OptimizerBuilt:
@@ -267,6 +301,8 @@ def record_before_step(optimizer: Any, *_: Any) -> None:
         raise CheckIsDone(0)
     if not is_recorded_fully(step):
         return
+    if log.settings.leaves and number in leaf_sums.by_optimizer:
+        log.write(LeafGradients(sums=leaf_sums.take(number)))
     named = named_parameters_of(optimizer)
     parameters = parameters_of(optimizer)
     if step == 1 and any(map(digests.is_divided, parameters)) and not called_models.shards:
