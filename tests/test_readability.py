@@ -41,6 +41,7 @@ SET_FROM_OUTSIDE = {
     "bucket.filled": "in each step: a method call would cost",
     "bucket.leaf_observer": "in each step: a method call would cost",
     "bucket.pending": "in each step: a method call would cost",
+    "c10d._rank_not_in_group": "a patch of torch",
     "capture._global_capturing": "pytest's capture, which a fork does not share",
     "comm.members": "the group's members, known once ranks have agreed",
     "self.comm.phases.observer": "a tool that measures a job's phases",

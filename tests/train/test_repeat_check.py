@@ -46,7 +46,8 @@ def test_other_data_and_another_loss_are_refused():
     losses = [torch.tensor(1.0), torch.tensor(1.0).nextafter(torch.tensor(2.0))]
     with pytest.raises(Exception, match="another loss"):
         check(torch.ones(2), torch.ones(2), losses)
-    check(torch.ones(2), torch.ones(2), losses, gathers_weights=True)
+    with pytest.raises(Exception, match="another loss"):
+        check(torch.ones(2), torch.ones(2), losses, gathers_weights=True)
 
 
 def test_a_rank_without_microbatches_checks_nothing():

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
-from types import FunctionType
+from types import FrameType, FunctionType
 from typing import Any
 
 from stepladder.core.after_import import call_after_import
@@ -16,6 +17,8 @@ C10D_MODULE = "torch.distributed.distributed_c10d"
 NEW_GROUP = "new_group "  # how the call of a stack begins that tells the members of a new group
 MAX_MEMBERS_NAMED = 8
 NO_RECORD = nullcontext()
+# Functions that only ask something of a group.
+QUESTIONS = ("get_backend", "get_backend_config", "get_rank", "get_world_size")
 
 
 class _CollectiveRecord:
@@ -53,6 +56,29 @@ def record_collective(name: str, tensors: Sequence[Any]) -> AbstractContextManag
     if profiler._is_profiler_enabled:
         return _CollectiveRecord(name, tensors)
     return NO_RECORD
+
+
+@contextmanager
+def calling_before_collectives(callback: Callable[[FrameType], None]) -> Iterator[None]:
+    """Call a function with the frame of each collective that begins in the block.
+
+    Each collective asks first whether this process is in its group. Seen with torch 2.13.
+    """
+    from torch.distributed import distributed_c10d as c10d
+
+    ask = c10d._rank_not_in_group
+
+    def ask_after_callback(group: Any) -> bool:
+        frame = sys._getframe(1)
+        if frame.f_code.co_name not in QUESTIONS:
+            callback(frame)
+        return ask(group)
+
+    c10d._rank_not_in_group = ask_after_callback
+    try:
+        yield
+    finally:
+        c10d._rank_not_in_group = ask
 
 
 def make_groups_by(load_function: Callable[[], Callable[..., Any]]) -> None:

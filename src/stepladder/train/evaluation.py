@@ -20,6 +20,7 @@ from stepladder.core.errors import InputError
 from stepladder.core.numbers import format_ranks
 from stepladder.data.sources import BatchSource
 from stepladder.rank.progress import PASS
+from stepladder.train.batch_reader import BatchReader
 from stepladder.train.comm import Comm
 from stepladder.train.fingerprints import find_minority, fingerprint
 from stepladder.train.generators import seed_generators
@@ -91,6 +92,26 @@ def evaluate(
     return _compute_means(table, names)
 
 
+@torch.no_grad()
+def compute_first_batch(
+    model: nn.Module, reader: BatchReader, metrics: Metrics, batch_size: int
+) -> dict[str, list[float]]:
+    """Return the sum and the count of each metric for the first batch of an evaluation."""
+    indices = np.arange(min(batch_size, len(reader.source)))
+    batch = reader.read_request([(EVALUATION_EPOCH, indices)])
+    with _eval_mode(model):
+        return _compute_batch(model, metrics, batch, reader.comm.device)
+
+
+def _compute_batch(
+    model: nn.Module, metrics: Metrics, batch: Any, device: torch.device
+) -> dict[str, list[float]]:
+    """Return the sum and the count of each metric for the first batch, as plain numbers."""
+    seed_generators(0, device)
+    result = metrics(model, batch)
+    return {name: [float(part) for part in value] for name, value in result.items()}
+
+
 @contextmanager
 def _eval_mode(model: nn.Module) -> Iterator[None]:
     """Set a model to eval mode for the length of the block.
@@ -151,9 +172,7 @@ def _compute_metrics(
 
 def _validate_on_all_ranks(model: nn.Module, metrics: Metrics, comm: Comm, batch: Any) -> None:
     """Raise InputError if a batch has other metrics on some rank. A collective."""
-    seed_generators(0, comm.device)
-    result = metrics(model, batch)
-    values = {name: [float(part) for part in value] for name, value in result.items()}
+    values = _compute_batch(model, metrics, batch, comm.device)
     if different := find_minority(comm.gather_bytes(fingerprint(values))):
         raise InputError(
             f"--sync exact: metrics of the same batch are others on {format_ranks(different)} than"

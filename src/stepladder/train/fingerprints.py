@@ -47,6 +47,11 @@ def _list_parts(value: torch.Tensor) -> list[torch.Tensor]:
     return [shape, value.ccol_indices(), value.row_indices(), value.values()]
 
 
+def count_writes(tensor: torch.Tensor) -> int:
+    """Return torch's count of writes to a tensor; 0 for one of inference mode, which has none."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 def digest(data: bytes) -> bytes:
     """Return 16 bytes that depend on every byte of many fingerprints."""
     return blake2b(data, digest_size=TOTAL_HASH_BYTES).digest()

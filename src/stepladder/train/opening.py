@@ -235,7 +235,7 @@ class _Opening:
         has_snapshot = snapshot is not None
         lines = describe_start(spec, comm.world, state.step, has_snapshot)
         if stored.is_edited and state.step:
-            state.pop_expected_loss()
+            state.pop_expected_values()
             lines += describe_edits(spec.recipe.job_file, spec.job, built_settings)
         attempt.report("\n".join(lines))
         return Session(attempt, state, recorder, saver, stored.attempt, self.run_dir)

@@ -2,18 +2,29 @@
 
 With `--sync exact` a job is what it is on one process. Its `build` is told that there is one; the
 first microbatch is computed again as if there were twice as many ranks, which must change nothing.
+Its own collectives are refused.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from types import FrameType
 
 import torch.distributed as dist
 
+from stepladder.core.errors import InputError
 from stepladder.core.world import LAUNCHERS, TORCHRUN
+from stepladder.rank.torch_fixes_groups import calling_before_collectives
 
+# Modules that call collectives in a pass of the job.
+COLLECTIVE_CALLERS = (
+    "stepladder.train.comm",
+    "stepladder.train.layout.fsdp",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+)
 SIZES = {name for each in LAUNCHERS for name in (each.world_size, each.ranks_per_node)}
 
 
@@ -42,6 +53,27 @@ def pretend_more_ranks() -> Iterator[None]:
         lambda group=None: get_rank(group) + get_size(group),
     ):
         yield
+
+
+def refuse_collectives() -> AbstractContextManager[None]:
+    """Refuse collectives of the job in the block: their result depends on the number of ranks."""
+    return calling_before_collectives(_validate_caller)
+
+
+def _validate_caller(collective: FrameType) -> None:
+    """Raise InputError unless the trainer, or fully_shard, has called a collective."""
+    caller: FrameType | None = collective
+    while caller is not None:
+        module = caller.f_globals.get("__name__", "")
+        if module.startswith(COLLECTIVE_CALLERS):
+            return
+        if module.startswith("stepladder."):
+            raise InputError(
+                f"--sync exact: the job calls torch.distributed.{collective.f_code.co_name} in its"
+                " loss, data or metrics, which depend on the number of processes then",
+                "return a sum and a count, which the trainer adds over processes; or --sync ddp",
+            )
+        caller = caller.f_back
 
 
 @contextmanager

@@ -74,7 +74,7 @@ class RecomputeCheck(LoopListener):
         self.names = {param: name for name, param in model.named_parameters()}
         gradients = [self._gradient_item(param) for param in sync.params]
         self.items = [*gradients, STATISTICS_ITEM, LOSS_ITEM, COUNT_ITEM]
-        self.reader = BatchReader(spec, comm)
+        self.reader = BatchReader(spec, comm, spec.train_source)
         unshared = [buffer for layer in find_batch_norms(model) for buffer in layer.buffers()]
         self.replicas = ReplicaCheck(model, spec.job.optimizer, comm, unshared)
         self.hashes: dict[str, bytes] = {}  # of the noted microbatch, by item

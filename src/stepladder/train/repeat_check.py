@@ -8,8 +8,8 @@ it would train other weights on each number of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -23,8 +23,6 @@ from stepladder.train.fingerprints import HASH_BYTES, find_minority, fingerprint
 from stepladder.train.generators import seed_generators
 from stepladder.train.pretended_ranks import pretend_more_ranks
 
-# Of a loss that is computed without gradients, for which libraries may have other kernels.
-NO_GRAD_TOLERANCE = 1e-5
 REREAD_SEED = 1
 VERIFY_HINT = "stepladder verify JOB names the cause"
 
@@ -34,7 +32,8 @@ def validate_on_all_ranks(
     compute: Callable[[Span, Any], Tensor],
     step: int,
     span: Span,
-    device: torch.device,
+    params: Sequence[nn.Parameter],
+    model: nn.Module | None,
 ) -> None:
     """Compare one microbatch on all ranks, of which one has read it for this step. A collective.
 
@@ -46,25 +45,55 @@ def validate_on_all_ranks(
         compute: Returns the loss of a microbatch, shape ().
         step: The step that it belongs to.
         span: The microbatch.
-        device: The training device.
+        params: The weights by which gradients are compared; none where a pass gathers weights.
+        model: The model, if what it gets and returns is to be compared in their place.
 
     Raises:
-        InputError: Its data or its loss is another one on some rank.
+        InputError: Its data, its loss, a gradient or such a value is another one on some rank.
     """
-    seed_generators(REREAD_SEED, device)
+    seed_generators(REREAD_SEED, reader.comm.device)
     batch = reader.read(step, span)
     hashes = hash_batch(batch)
-    with suppress(RuntimeError):  # with --shard full, some losses take gradients
-        hashes += fingerprint(compute(span, batch))
+    with _hashing_calls(model) as calls:
+        loss = compute(span, batch)
+    hashes += fingerprint((fingerprint(loss), hash_gradients(loss, params), calls))
     answers = reader.comm.gather_bytes(hashes.ljust(2 * HASH_BYTES))
     if different := find_minority(answers):
         is_data = len({answer[:HASH_BYTES] for answer in answers}) > 1
-        what = "other data are read" if is_data else "another loss is computed"
+        what = "other data are read" if is_data else "another loss or gradient is computed"
         raise InputError(
             f"--sync exact: {what} on {format_ranks(different)} than on rank 0 for one microbatch",
             "keep nothing of the samples that were seen first, and no cache of drawn numbers:"
             " compute it in build, from the training data",
         )
+
+
+@contextmanager
+def _hashing_calls(model: nn.Module | None) -> Iterator[list[bytes]]:
+    """Yield a list that gets a hash of what a model gets and returns in each call of the block."""
+    calls: list[bytes] = []
+    if model is None:
+        yield calls
+        return
+
+    def note(_: nn.Module, args: Any, output: Any) -> None:
+        with suppress(RuntimeError):  # tensors of torch.func have no values
+            calls.append(hash_batch((args, output)))
+
+    with model.register_forward_hook(note):
+        yield calls
+
+
+def hash_gradients(loss: Tensor, params: Sequence[nn.Parameter]) -> bytes:
+    """Return a hash of the gradients of a loss; b"" if there are none that can be computed here.
+
+    This takes the memory of one more gradient of each weight.
+    """
+    trained = [param for param in params if param.requires_grad]
+    with suppress(RuntimeError):  # reentrant checkpoints have gradients by backward alone
+        gradients = torch.autograd.grad(loss, trained, allow_unused=True)
+        return fingerprint([fingerprint(gradient) for gradient in gradients])
+    return b""
 
 
 class RepeatCheck:
@@ -74,8 +103,8 @@ class RepeatCheck:
         reader: Reads a microbatch once more.
         compute: Returns the loss of a microbatch, shape ().
         params: The weights that are trained.
-        gathers_weights: Whether a pass gathers weights. Then the second pass has no gradients,
-            since the ranks' gathers must fit each other, and its loss may be rounded differently.
+        gathers_weights: Whether a pass gathers weights. Then no gradients are compared, since
+            the ranks' gathers must fit each other.
     """
 
     def __init__(
@@ -135,12 +164,12 @@ class RepeatCheck:
                 f" of processes in it; {VERIFY_HINT}",
             )
         loss = self._recompute(batch)
-        if loss is not None and self.draws != fingerprint(torch.get_rng_state()):
+        if self.draws != fingerprint(torch.get_rng_state()):
             raise InputError(
                 "--sync exact: the first pass draws random numbers that later passes do not draw",
                 "make in build what is made once, such as a layer or a cached tensor",
             )
-        if loss is not None and not self._is_equal(loss):
+        if fingerprint(loss) != fingerprint(self.loss):
             raise InputError(
                 "--sync exact: the same microbatch has another loss when it is computed again, from"
                 " the same weights and seed",
@@ -153,8 +182,6 @@ class RepeatCheck:
     def _validate_gradients(self, batches: tuple[Any, Any]) -> None:
         """Compute the gradients of the microbatch twice, and compare them.
 
-        This takes the memory of one more gradient of each weight.
-
         Args:
             batches: The microbatch, twice: a pass may write to it.
 
@@ -162,14 +189,8 @@ class RepeatCheck:
             InputError: They differ, as where a hook keeps state or has a generator of its own.
         """
         assert self.span is not None
-        trained = [param for param in self.params if param.requires_grad]
-        hashes = []
-        for batch in batches:
-            loss = self.compute(self.span, batch)
-            with suppress(RuntimeError):  # reentrant checkpoints have gradients by backward alone
-                gradients = torch.autograd.grad(loss, trained, allow_unused=True)
-                hashes.append([fingerprint(gradient) for gradient in gradients])
-        if len({tuple(each) for each in hashes}) > 1:
+        losses = (self.compute(self.span, batch) for batch in batches)
+        if len({hash_gradients(loss, self.params) for loss in losses}) > 1:
             raise InputError(
                 "--sync exact: the same microbatch has other gradients when it is computed again,"
                 " from the same weights and seed",
@@ -177,41 +198,30 @@ class RepeatCheck:
                 f" {VERIFY_HINT}",
             )
 
-    def _recompute(self, batch: Any) -> Tensor | None:
-        """Return the loss; None if it cannot be computed without gradients.
+    def _recompute(self, batch: Any) -> Tensor:
+        """Return the loss.
 
         Args:
             batch: The samples of the microbatch.
 
         Raises:
             InputError: The loss adds gradients by itself.
-            RuntimeError: It cannot be computed at all.
         """
         assert self.span is not None
         before = self._read_gradients()
-        try:
-            with pretend_more_ranks():
-                loss = self.compute(self.span, batch).detach()
-            if self._read_gradients() != before:
-                raise InputError(
-                    "--sync exact: the loss calls backward by itself",
-                    "return the sum of all losses, whose gradients are taken once",
-                )
-            return loss
-        except RuntimeError:  # such as a hook on an activation, or torch.autograd.grad
-            if not self.gathers_weights:
-                raise
-            return None
+        with pretend_more_ranks():
+            loss = self.compute(self.span, batch).detach()
+        if self._read_gradients() != before:
+            raise InputError(
+                "--sync exact: the loss calls backward by itself",
+                "return the sum of all losses, whose gradients are taken once",
+            )
+        return loss
 
     def _read_gradients(self) -> list[tuple[int, int]]:
         """Return which tensor is the gradient of each weight, and how often it was written."""
         gradients = (param.grad for param in self.params)
         return [(id(grad), grad._version) for grad in gradients if grad is not None]
-
-    def _is_equal(self, loss: Tensor) -> bool:
-        if self.gathers_weights:
-            return torch.allclose(loss, self.loss, rtol=NO_GRAD_TOLERANCE, equal_nan=True)
-        return fingerprint(loss) == fingerprint(self.loss)
 
 
 def hash_batch(batch: Any) -> bytes:

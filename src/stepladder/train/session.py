@@ -5,7 +5,8 @@ Only the first rank writes shared files; each rank writes its own ledger.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from time import perf_counter
 
 from stepladder.core.errors import STOPPED, InputError, PeerLost, StateLost
@@ -16,9 +17,11 @@ from stepladder.storage.run_dir import RunDir
 from stepladder.storage.run_files import RESULT_FILE, finite_or_none
 from stepladder.storage.snapshot import hash_weights
 from stepladder.train.attempt import RunAttempt
-from stepladder.train.evaluation import Metrics, evaluate
+from stepladder.train.batch_reader import BatchReader
+from stepladder.train.evaluation import Metrics, compute_first_batch, evaluate
 from stepladder.train.fingerprints import HASH_BYTES, fingerprint
 from stepladder.train.phases import ENDING, EVALUATING, SAVING
+from stepladder.train.pretended_ranks import refuse_collectives
 from stepladder.train.recorder import FLUSH_INTERVAL_S, Recorder
 from stepladder.train.recovery import SessionRecovery, StepJournal
 from stepladder.train.replica_check import validate_finite_weights
@@ -126,11 +129,36 @@ class Session:
         self.flush()
         source = self.spec.eval_source
         if self.job.metrics is not None and source is not None:
-            with self.comm.phases(EVALUATING), self.state.averaged_weights:
-                with self._guarded_weights():
-                    metrics = self._evaluate(source, self.job.metrics)
-                self.state.record_evaluation(metrics)
+            with self._evaluating():
+                metrics = self._evaluate(source, self.job.metrics)
+            self.state.record_evaluation(metrics)
         self.recorder.end_epoch()
+
+    def compute_first_metrics(self) -> dict[str, list[float]]:
+        """Return the metrics of the first batch of an evaluation; {} if the job has none."""
+        source = self.spec.eval_source
+        if self.job.metrics is None or not source:
+            return {}
+        reader = BatchReader(self.spec, self.comm, source)
+        with self._evaluating():
+            return compute_first_batch(
+                self.job.model, reader, self.job.metrics, self.job.eval_batch
+            )
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        average = self.state.averaged_weights
+        with self.comm.phases(EVALUATING), self.isolating_job(), average, self._guarded_weights():
+            yield
+
+    @contextmanager
+    def isolating_job(self) -> Iterator[None]:
+        """Refuse in the block what the loss and the metrics of a job must not use."""
+        collectives: AbstractContextManager[None] = nullcontext()
+        if self.spec.settings.sync == "exact" and not self.comm.alone:
+            collectives = refuse_collectives()
+        with self.state.layout.hiding_state(), collectives:
+            yield
 
     def _guarded_weights(self) -> AbstractContextManager[None]:
         if self.spec.settings.sync != "exact":

@@ -29,7 +29,7 @@ METRICS = "metrics"
 TRAIN_LOSS = "train_loss"
 BEST = "best"
 AVERAGE = "average"
-NEXT_LOSS = "next_loss"
+NEXT_VALUES = "next_values"
 # Attributes of a TrainState that the end of a step may change.
 RECORDS = ("epoch_loss", "epoch_count", "metrics", "evaluated_step", "train_loss", "best")
 
@@ -49,9 +49,9 @@ class TrainState:
         evaluated_step: The step after which it was made, -1 before the first.
         train_loss: Mean loss over the last complete epoch.
         best: The best evaluation so far, if the job names a metric.
-        next_loss: With `--sync exact`, the loss of the next step's first microbatch when a snapshot
-            is saved; NaN if it is not known.
-        expected_loss: The same of the snapshot that this run goes on from.
+        next_values: With `--sync exact`, loss and gradients of the next step's first microbatch
+            and metrics of the evaluation's first batch when a snapshot is saved, by what they are.
+        expected_values: The same of the snapshot that this run goes on from; {} if not known.
     """
 
     job: Job
@@ -66,8 +66,8 @@ class TrainState:
     evaluated_step: int = -1
     train_loss: float = math.nan
     best: Best | None = None
-    next_loss: float = math.nan
-    expected_loss: float = math.nan
+    next_values: dict[str, Any] = field(default_factory=dict)
+    expected_values: dict[str, Any] = field(default_factory=dict)
     # The moving average of the weights, if the job has one.
     average: WeightAverage | None = field(init=False)
 
@@ -160,15 +160,15 @@ class TrainState:
             return None
         return self._sign * self.metrics[name]
 
-    def note_next_loss(self, loss: float) -> None:
-        """Note what the next snapshot says of the next loss."""
-        self.next_loss = loss
+    def note_next_values(self, values: dict[str, Any]) -> None:
+        """Note what the next snapshot says of the next loss and metrics."""
+        self.next_values = values
 
-    def pop_expected_loss(self) -> float:
-        """Return `expected_loss`, which is NaN afterwards."""
-        loss = self.expected_loss
-        self.expected_loss = math.nan
-        return loss
+    def pop_expected_values(self) -> dict[str, Any]:
+        """Return `expected_values`, which is empty afterwards."""
+        values = self.expected_values
+        self.expected_values = {}
+        return values
 
     @property
     def epoch_value(self) -> float:
@@ -213,7 +213,7 @@ class TrainState:
             METRICS: self.metrics,
             TRAIN_LOSS: self.train_loss,
             BEST: self._best_as_tuple(),
-            NEXT_LOSS: self.next_loss,
+            NEXT_VALUES: self.next_values,
         }
         if self.average is not None:
             # Rows of the average are among the slices.
@@ -249,7 +249,7 @@ class TrainState:
                 "a list of parameters, not a set: its order is another one in each start",
             )
         self.layout.load_state_dict(stored[OPTIMIZER])
-        self.expected_loss = stored.get(NEXT_LOSS, math.nan)
+        self.expected_values = stored.get(NEXT_VALUES, {})
         self.load_records(stored, step)
 
     def load_records(self, stored: dict[str, Any], step: int, evaluated_step: int = -1) -> None:

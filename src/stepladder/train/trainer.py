@@ -7,7 +7,6 @@ holds no state that belongs to a single rank.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from time import perf_counter
@@ -54,7 +53,7 @@ from stepladder.train.process_group import process_group
 from stepladder.train.rank_share import RankShare
 from stepladder.train.recompute_check import RecomputeCheck
 from stepladder.train.recovery import Action, MembershipChange
-from stepladder.train.repeat_check import NO_GRAD_TOLERANCE, RepeatCheck, validate_on_all_ranks
+from stepladder.train.repeat_check import RepeatCheck, hash_gradients, validate_on_all_ranks
 from stepladder.train.replica_check import ReplicaCheck
 from stepladder.train.return_values import parse_loss
 from stepladder.train.run_spec import RunSpec
@@ -189,10 +188,14 @@ class TrainingLoop:
         self.compares_weights = True
         self.listeners = self._make_listeners()
         this_rank = self.comm.world.rank
+        # Whose gradients of one microbatch are compared; a pass that gathers weights has others.
+        self.compared_params: list[torch.nn.Parameter] = []
+        if not self.layout.gathers_weights:
+            self.compared_params += self.model.parameters()
         self.repeat_check: RepeatCheck | None = None  # only in the first step
         self.reader: BatchReader | None = None  # with exact on several ranks
         if self.settings.sync == "exact" and repeats_pass:
-            reader = BatchReader(self.spec, self.comm)
+            reader = BatchReader(self.spec, self.comm, self.spec.train_source)
             self.reader = None if self.comm.alone else reader
             self.repeat_check = RepeatCheck(
                 reader, self._recompute, list(self.model.parameters()), self.layout.gathers_weights
@@ -222,13 +225,13 @@ class TrainingLoop:
             listeners.append(self.session.journal)
         if self.state.average is not None:
             listeners.append(self.state.average)
-        if (unsaved := UnsavedState(self.job)).can_exist:
+        if (unsaved := UnsavedState(self.job, self.settings.sync == "exact")).can_exist:
             listeners.append(unsaved)
         return listeners
 
     def __enter__(self) -> TrainingLoop:
-        is_known = not math.isnan(self.state.expected_loss)
-        if self.repeat_check is not None and is_known and self._computes_next_loss:
+        is_known = bool(self.state.expected_values)
+        if self.repeat_check is not None and is_known and self._computes_next_values:
             self._validate_resumed()
         if self._is_replica_check_due:
             self._check_replicas(self.state.step)
@@ -298,7 +301,8 @@ class TrainingLoop:
         backward: Backward = self.sync.backward
         for listener in self.listeners:
             backward = listener.begin_step(step, backward)
-        loss_sum, count, indices_read = self._run_passes(spans, backward)
+        with self.session.isolating_job():
+            loss_sum, count, indices_read = self._run_passes(spans, backward)
         if not self.is_repetition:
             self.recorder.record_samples(indices_read)
         with self.phase(WAITING_FOR_RANKS):
@@ -313,7 +317,16 @@ class TrainingLoop:
         begins_epoch = step % self.plan.steps_per_epoch == 0
         if self.reader is not None and (self.repeat_check is not None or begins_epoch):
             first = self.plan.microbatches(step)[0]
-            validate_on_all_ranks(self.reader, self._recompute, step, first, self.comm.device)
+            # A hook would have a compiled program be compiled anew.
+            is_observed = self.layout.gathers_weights and not self.loss_programs
+            validate_on_all_ranks(
+                self.reader,
+                self._recompute,
+                step,
+                first,
+                self.compared_params,
+                self.model if is_observed else None,
+            )
         self.repeat_check = None
         return result._replace(votes=votes)
 
@@ -422,59 +435,54 @@ class TrainingLoop:
         seed = derive_pass_seed(self.base_key, self.state.step, span.number)
         self.generators.begin_pass(seed)
         loss_function = self.loss_programs.get(len(span), self.job.loss)
-        gradients = torch.no_grad() if self.layout.gathers_weights else nullcontext()
-        with self.phase(FORWARD_PASS), self.autocast, gradients:
+        with self.phase(FORWARD_PASS), self.autocast, self.session.isolating_job():
             result: Any = loss_function(self.model, batch)
         self.generators.end_pass()
         self._validate_unchanged()
         total: Tensor = result[0] if isinstance(result, tuple) else result * len(span)
         return total
 
-    def _compute_next_loss(self) -> float:
-        """Return the loss of the next step's first microbatch, NaN if it needs gradients.
+    def _compute_next_values(self) -> dict[str, Any]:
+        """Return the next microbatch's loss and gradients, and metrics, by what they are.
 
-        It is a function of what a snapshot has: the weights, the data and the seed. A layout that
-        gathers weights cannot take gradients here, and other kernels would round differently.
+        They are functions of what a snapshot has: the weights, the data and the seed.
         """
         assert self.weight_guard is not None
         span = self.plan.microbatches(self.state.step)[0]
         seed_generators(self.state.step, self.comm.device)  # so that the pass is seeded in any case
         self.weight_guard.begin(compares_values=False)
         self.statistics.begin()
-        # What was compiled or captured is for passes with gradients.
-        gradients = nullcontext() if self.loss_programs else torch.no_grad()
-        reader = BatchReader(self.spec, self.comm)
+        reader = BatchReader(self.spec, self.comm, self.spec.train_source)
         try:
-            with self.generators.forgetting(), gradients:
-                return self._recompute(span, reader.read(self.state.step, span)).item()
-        except RuntimeError:
-            if self.layout.gathers_weights:
-                return math.nan
-            with self.generators.forgetting():  # which raises what is no question of gradients
-                return self._recompute(span, reader.read(self.state.step, span)).item()
+            with self.generators.forgetting():
+                loss = self._recompute(span, reader.read(self.state.step, span))
+                gradients = hash_gradients(loss, self.compared_params).hex()
         finally:
             self.statistics.cancel()
+        metrics = self.session.compute_first_metrics()
+        values = {f"metric {name}, sum and count": value for name, value in metrics.items()}
+        return {"loss": loss.item(), "hash of gradients": gradients, **values}
 
     def _validate_resumed(self) -> None:
-        """Compare the next loss with that of the snapshot.
+        """Compare the next loss, gradients and metrics with what the snapshot says of them.
 
         Raises:
-            InputError: It is another one, so the job keeps something that no snapshot has.
+            InputError: One is another one, so the job keeps something that no snapshot has.
         """
-        expected = self.state.pop_expected_loss()
-        loss = self._compute_next_loss()
-        if self.layout.gathers_weights and math.isnan(loss):
-            return  # it needs gradients, which it had when the snapshot was saved
-        if not math.isclose(loss, expected, rel_tol=NO_GRAD_TOLERANCE, abs_tol=1e-8):
-            raise InputError(
-                f"--sync exact: the next loss is {loss:.7g}, and was {expected:.7g} when the"
-                " snapshot was saved: the job keeps something that no snapshot has",
-                "a schedule, Job(ema_decay=) or a buffer for it; stepladder verify JOB",
-            )
+        values = self._compute_next_values()
+        for name, expected in self.state.pop_expected_values().items():
+            value = values.get(name)
+            is_known = "" not in (value, expected)  # gradients, on ranks that gather no weights
+            if is_known and repr(value) != repr(expected):  # NaN equals NaN
+                raise InputError(
+                    f"--sync exact: the next {name} is {value}, and was {expected} when the"
+                    " snapshot was saved: the job keeps something that no snapshot has",
+                    "a schedule, Job(ema_decay=) or a buffer for it; stepladder verify JOB",
+                )
 
     @property
-    def _computes_next_loss(self) -> bool:
-        """Whether this rank computes the loss that a snapshot has; all ranks do in gathers."""
+    def _computes_next_values(self) -> bool:
+        """Whether this rank computes what a snapshot has of them; all ranks do in gathers."""
         is_needed = self.comm.world.is_first or self.layout.gathers_weights
         return self.weight_guard is not None and is_needed
 
@@ -548,8 +556,8 @@ class TrainingLoop:
         if votes[Action.SNAPSHOT] or session.is_stopped or is_run_complete:
             if self.buffers is not None:  # also detects writes that torch's version counter misses
                 self.buffers.validate_unchanged()
-            if self._computes_next_loss:
-                self.state.note_next_loss(self._compute_next_loss())
+            if self._computes_next_values:
+                self.state.note_next_values(self._compute_next_values())
             session.snapshot()
 
     @property

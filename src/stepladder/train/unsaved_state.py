@@ -1,36 +1,62 @@
 """A check that a step changes nothing of an optimizer or a schedule that no snapshot would have.
 
 torch's own classes keep their state where `state_dict` finds it. A class of the user's may keep a
-counter or its moments in attributes, and its methods, or the function of a LambdaLR, may change a
-variable.
+counter or its moments in attributes. Its methods, the function of a LambdaLR, or a hook may change
+a variable, or an attribute of an object that they reach.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator
+import pickle
+import random
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from functools import cache
-from types import CodeType, FunctionType
+from functools import cache, partial
+from itertools import count, islice
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 
+import numpy as np
 import torch
 
 from stepladder.core.errors import InputError
+from stepladder.train.fingerprints import count_writes
 from stepladder.train.job import Job
 from stepladder.train.optimizers import is_from_torch, list_optimizers
 from stepladder.train.step_listener import LoopListener
 
 COMPARED_TYPES = (int, float, complex, str, bytes, type(None))
+CONTAINERS = (dict, list, tuple, set, deque)
+PICKLED_TYPES = (np.ndarray, np.generic, np.random.Generator, np.random.RandomState, random.Random)
+# What is compared of a value in each step has bounds, so that a large one costs little.
+MAX_ARRAY_BYTES = 1 << 16
+MAX_OBJECT_DEPTH = 8
+MAX_ENDS = 32  # the first and the last items of a container
+MAX_VALUES = 1000
 
 
 class UnsavedState(LoopListener):
-    """Compares, before and after each step, what `state_dict` leaves out."""
+    """Compares, before and after each step, what `state_dict` leaves out.
 
-    def __init__(self, job: Job) -> None:
+    Args:
+        job: The job, as it is laid out on the ranks.
+        covers_hooks: Whether to compare also what its hooks reach.
+    """
+
+    def __init__(self, job: Job, covers_hooks: bool) -> None:
+        self.job = job
+        self.saved = _find_saved(job)
+        hooks: list[Any] = []
+        if covers_hooks:
+            hooks += _list_hooks(job)
         self.objects = [
             each for each in list_optimizers(job.optimizer) if not _saves_its_state(each)
         ]
+        self.partials = [each for each in hooks if isinstance(each, partial)]
+        self.objects += [each for each in _find_owners(hooks) if id(each) not in self.saved]
         # Not of a callable object, whose state a schedule saves.
         self.functions = [
             (function, part.last_epoch)
@@ -46,23 +72,23 @@ class UnsavedState(LoopListener):
             for class_ in type(each).__mro__
             for method in vars(class_).values()
         ]
-        self.readers = _find_readers((*methods, *(function for function, _ in self.functions)))
+        functions = [function for function, _ in self.functions]
+        self.readers = _find_readers((*methods, *functions, *hooks))
         self.calls_functions = True  # until the first step is done
         self.values = self._read_values()
 
     @property
     def can_exist(self) -> bool:
         """Whether an object is there whose state could be left out."""
-        return bool(self.objects or self.functions or self.readers)
+        return bool(self.objects or self.functions or self.readers or self.partials)
 
     def _read_values(self) -> dict[str, Any]:
         values = {
             f"attribute {name} of {type(each).__name__}": value
             for each in self.objects
-            for name, value in vars(each).items()
-            if name not in _find_torch_attributes()
-            and getattr(value, "state", None) is not each.state  # one that it wraps
+            for name, value in _read_attributes(each).items()
         }
+        values |= {f"argument in {each}": (each.args, each.keywords) for each in self.partials}
         for function in self.readers:
             values |= {
                 f"variable {name} of {function.__qualname__}": value
@@ -72,7 +98,9 @@ class UnsavedState(LoopListener):
             for function, epoch in self.functions:
                 name = f"result of {function.__qualname__} for the same argument"
                 values[name] = float(function(epoch))
-        return {name: tuple(_outline(value)) for name, value in values.items()}
+        groups = self.job.optimizer.param_groups
+        saved = self.saved | set(map(id, (self.job.optimizer.state, groups, *groups)))
+        return {name: _outline(value, saved) for name, value in values.items()}
 
     def after_gather(self) -> None:
         """Compare the values of each step, since a class may change them in some steps only.
@@ -85,8 +113,9 @@ class UnsavedState(LoopListener):
             if value != self.values.get(name):
                 raise InputError(
                     f"a step changes the {name}, which no snapshot would have",
-                    "keep it in self.state[param] or self.param_groups of the optimizer, or in an"
-                    " attribute of the schedule; a rate is a function of the step alone",
+                    "keep it in state[param] or param_groups of the optimizer, or in an attribute"
+                    " of the schedule; a rate is a function of the step alone; print, do not keep,"
+                    " what is for a log",
                 )
         if self.calls_functions:
             self.calls_functions = False
@@ -102,33 +131,80 @@ def _find_torch_attributes() -> set[str]:
     return {*attributes, "_opt_called", "_step_count", "step"}
 
 
-def _find_readers(functions: Iterable[Any]) -> list[FunctionType]:
-    """Return the functions among some objects, and those that they call by a variable's name.
+def _find_saved(job: Job) -> set[int]:
+    """Return the ids of what a snapshot has: of the model, the optimizers and the schedules."""
+    users = (job.optimizer, *list_optimizers(job.optimizer), *job.schedules)
+    rates = (rate for each in job.schedules for rate in getattr(each, "lr_lambdas", ()))
+    model = job.model
+    return set(map(id, (*users, *rates, *model.modules(), *model.parameters(), *model.buffers())))
 
-    Functions of installed libraries, which note the warnings that they have shown, and those of
-    another module than their caller's are left out.
+
+def _list_hooks(job: Job) -> Iterator[Callable[..., Any]]:
+    """Yield the functions that an optimizer's step or a backward pass calls besides its own."""
+    tables: list[Any] = []
+    for each in {job.optimizer, *list_optimizers(job.optimizer)}:
+        if not each._optimizer_state_dict_post_hooks:  # by which hooks save what they keep
+            tables += [each._optimizer_step_pre_hooks, each._optimizer_step_post_hooks]
+    for param in job.model.parameters():
+        tables += [param._backward_hooks, param._post_accumulate_grad_hooks]
+    for module in job.model.modules():
+        tables += [module._backward_hooks, module._backward_pre_hooks]
+    for table in tables:
+        yield from (table or {}).values()
+
+
+def _find_owners(hooks: Iterable[Any]) -> Iterator[Any]:
+    """Yield the user's objects whose methods some hooks are."""
+    for hook in hooks:
+        owner = getattr(hook, "__self__", hook)
+        if _is_of_user(type(owner).__module__):
+            yield owner
+
+
+@cache
+def _is_of_user(module: str) -> bool:
+    """Tell whether a module is part of no library, whose objects may count or log as they like."""
+    path = getattr(sys.modules.get(module), "__file__", None) or ""
+    library = module.partition(".")[0]
+    return not (library in (*sys.stdlib_module_names, "stepladder") or "-packages" in path)
+
+
+def _find_readers(functions: Iterable[Any]) -> list[FunctionType]:
+    """Return the functions of the user among some callables, and those that they reach by a name.
+
+    These are functions in variables, and the methods of objects in variables.
     """
     readers: list[FunctionType] = []
     found = list(functions)
+    owners = set[type]()
     while found:
         function = found.pop()
-        if isinstance(function, FunctionType):
+        if isinstance(function, partial):
+            found += [function.func, *function.args, *function.keywords.values()]
+        elif isinstance(function, MethodType):
+            found += [function.__func__, function.__self__]
+        elif isinstance(function, FunctionType):
             function = inspect.unwrap(function)  # torch wraps `step`
-            if function in readers or "site-packages" in function.__code__.co_filename:
-                continue
-            readers.append(function)
-            found += [
-                value
-                for value in _read_variables(function).values()
-                if getattr(value, "__module__", "") == function.__module__
-            ]
+            if function not in readers and _is_of_user(function.__module__ or ""):
+                readers.append(function)
+                found += _read_variables(function).values()
+        else:
+            kind = type(function)
+            if kind not in owners and _is_of_user(kind.__module__):
+                found += [method for each in kind.__mro__ for method in vars(each).values()]
+            owners.add(kind)
     return readers
 
 
 def _read_variables(function: FunctionType) -> dict[str, Any]:
-    """Return the global and enclosed variables that a function reads, also in comprehensions."""
+    """Return the global and enclosed variables that a function reads, also in comprehensions.
+
+    Its attributes and the defaults of its parameters, which a call may change, are among them.
+    """
     names = set(_list_names(function.__code__)) & function.__globals__.keys()
     values = {name: function.__globals__[name] for name in names}
+    values |= {**vars(function), **(function.__kwdefaults__ or {})}
+    values["__defaults__"] = function.__defaults__
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         with suppress(ValueError):  # it has no value yet
             values[name] = cell.cell_contents
@@ -149,22 +225,76 @@ def _saves_its_state(optimizer: torch.optim.Optimizer) -> bool:
     return is_from_torch(optimizer) or kind.state_dict is not torch.optim.Optimizer.state_dict
 
 
-def _outline(value: Any) -> Iterator[Any]:
-    """Yield what changes with a value: plain values, and torch's counts of writes to tensors.
+def _read_attributes(value: Any) -> dict[str, Any]:
+    """Return what pickle would save of an object, but for the attributes that torch sets."""
+    if isinstance(value, type):
+        return dict(vars(value))
+    state = object.__getstate__(value)
+    parts = state if isinstance(state, tuple) else (state,)  # of a class with __slots__
+    attributes = {name: part for each in parts for name, part in (each or {}).items()}
+    if isinstance(value, torch.optim.Optimizer):
+        return {name: attributes[name] for name in attributes.keys() - _find_torch_attributes()}
+    return attributes
 
-    Weights, and objects of other classes than optimizers, are left out.
+
+def _outline(value: Any, saved: set[int]) -> tuple[Any, ...]:
+    """Return what changes with a value, within bounds."""
+    return tuple(islice(_walk(value, saved, MAX_OBJECT_DEPTH), MAX_VALUES))
+
+
+def _walk(value: Any, saved: set[int], depth: int) -> Iterator[Any]:
+    """Yield what changes with a value and its parts, but for what a snapshot has.
+
+    Args:
+        value: Any object.
+        saved: The ids of what a snapshot has.
+        depth: How many objects deep to look.
     """
-    if isinstance(value, torch.nn.Parameter):
-        return
+    if depth and id(value) not in saved:
+        yield _read_plain(value)
+        for part in _list_parts(value, saved):
+            yield from _walk(part, saved, depth - 1)
+
+
+def _read_plain(value: Any) -> Any:
+    """Return what changes with a value, apart from its parts; of a tensor, torch's write count."""
     if isinstance(value, torch.Tensor):
-        yield value.data_ptr(), value._version
-    elif isinstance(value, torch.optim.Optimizer):
-        yield from _outline(list(value.state.values()))
-    elif isinstance(value, COMPARED_TYPES):
-        yield value
-    elif isinstance(value, (dict, list, tuple, set)):
-        yield len(value)
-        for item in value:
-            yield from _outline(item)
-        if isinstance(value, dict):
-            yield from _outline(list(value.values()))
+        return value.data_ptr(), count_writes(value)
+    if isinstance(value, COMPARED_TYPES):
+        return value
+    if isinstance(value, CONTAINERS):
+        return len(value)
+    if isinstance(value, torch.Generator):
+        return bytes(value.get_state().numpy())
+    if isinstance(value, PICKLED_TYPES) and getattr(value, "nbytes", 0) <= MAX_ARRAY_BYTES:
+        return hash(pickle.dumps(value))
+    if isinstance(value, count):
+        return repr(value)
+    return None
+
+
+def _list_parts(value: Any, saved: set[int]) -> Iterable[Any]:
+    """Return the parts of a container, or of an object that is the user's or has a state_dict."""
+    if isinstance(value, dict):
+        return (*_take_ends(value), *_take_ends(value.values()))
+    if isinstance(value, CONTAINERS):
+        return _take_ends(value)
+    if isinstance(value, MethodType):
+        return (value.__self__,)
+    if isinstance(value, partial):
+        return value.func, value.args, value.keywords
+    if hasattr(value, "state_dict") and not isinstance(value, type):
+        if id(getattr(value, "state", None)) in saved:  # of an optimizer around the job's own
+            return ()
+        return (value.state_dict(),)
+    # A class has its own module as an attribute, and its objects have it too.
+    if _is_of_user(getattr(value, "__module__", "builtins") or ""):
+        return (_read_attributes(value),)
+    return ()
+
+
+def _take_ends(items: Any) -> tuple[Any, ...]:
+    """Return the first and the last items of a container; a short one may be returned twice."""
+    if isinstance(items, set):
+        items = list(items)
+    return *islice(items, MAX_ENDS), *islice(reversed(items), MAX_ENDS)

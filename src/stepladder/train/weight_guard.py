@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from stepladder.core.errors import InputError
-from stepladder.train.fingerprints import fingerprint
+from stepladder.train.fingerprints import count_writes, fingerprint
 
 CHANGED_BY_PASS = "the loss, or a hook in it,"
 FROZEN_HINT = "a moving average of the weights: ema_decay=0.999 in the Job; or --sync ddp"
@@ -62,7 +62,7 @@ class _WeightGuard:
         self.hashes = self._hash_values() if compares_values else []
 
     def _read_versions(self) -> list[int]:
-        return [_get_local(param)._version for param in self.params]
+        return [count_writes(_get_local(param)) for param in self.params]
 
     def _hash_values(self) -> list[bytes]:
         # Of copies: fully_shard cannot free the memory of what NumPy has seen.

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stepladder.core.errors import InputError
 from stepladder.core.plan import Span
 from stepladder.core.settings import Settings
 from stepladder.storage.snapshot_slices import SliceReader, TensorSlice
@@ -23,7 +24,20 @@ from stepladder.train.layout.pieces import clone_with_strides
 from stepladder.train.sync import make_sync
 from stepladder.train.sync.base import Sync
 
+HIDDEN_STATE = (
+    "--shard: the optimizer's state is read outside of its step, where each rank has a part of it",
+    "leave --shard out; or a loss and metrics of the weights alone",
+)
 Holders = tuple[int, list[int]]  # the number of an earlier group, and who sends each slice of it
+
+
+class HiddenState:
+    """Stands for an optimizer's state where a job must not read it: each use is refused."""
+
+    def _refuse(self, *_: Any) -> Any:
+        raise InputError(*HIDDEN_STATE)
+
+    __getattr__ = __getitem__ = __iter__ = __len__ = __contains__ = _refuse
 
 
 class StateLayout:
@@ -102,6 +116,18 @@ class StateLayout:
     def stepping(self) -> Iterator[Callable[[], object]]:
         """Give the optimizer what this rank steps, for the length of the block."""
         yield self.optimizer.step
+
+    @contextmanager
+    def hiding_state(self) -> Iterator[None]:
+        """Refuse that a loss or a metric reads a part of the optimizer's state in the block."""
+        state: Any = self.optimizer.state
+        hidden: Any = HiddenState()
+        if self.has_parts:
+            self.optimizer.state = hidden
+        try:
+            yield
+        finally:
+            self.optimizer.state = state
 
     def gather(self) -> None:
         """Gather the weights that other ranks have stepped. All ranks must call this method."""

@@ -47,6 +47,12 @@ class FullyShardedSync(Sync):
                 self.blocks.append(name or OUTSIDE_BLOCKS)
 
     def _record_call(self, block: int, *_: Any) -> None:
+        if torch.is_inference_mode_enabled():  # the memory of gathered weights is used again
+            raise InputError(
+                f"--shard full: {self.blocks[block]} is called in torch.inference_mode, in whose"
+                " tensors no weights can be gathered again",
+                "torch.no_grad()",
+            )
         self.calls.append(block)
 
     def begin(self, first: int, count: int, total: int) -> None:

@@ -1,0 +1,272 @@
+"""State that a step changes, and that no snapshot would have."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import re
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from stepladder import InputError, Job, Settings, Trainer, World
+from stepladder.rank.torch_fixes import FakeStore
+from stepladder.train.comm import Comm
+from stepladder.train.evaluation import _compute_batch
+from stepladder.train.layout.base import HiddenState
+from stepladder.train.pretended_ranks import refuse_collectives
+from stepladder.train.unsaved_state import MAX_ENDS, UnsavedState
+
+
+def make_job() -> Job:
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    x = torch.randn(16, 4, generator=torch.Generator().manual_seed(1))
+    return Job(model, optimizer, lambda model, x: (model(x).square().sum(), len(x)), x)
+
+
+def step(job: Job) -> None:
+    """Take a step, before and after which the state is compared."""
+    unsaved = UnsavedState(job, covers_hooks=True)
+    job.model(job.train_data).sum().backward()
+    job.optimizer.step()
+    unsaved.after_gather()
+
+
+def register(job: Job, hook: Callable[..., Any]) -> None:
+    job.optimizer.register_step_post_hook(hook)
+
+
+class History:
+    """What a job keeps; a method or a call of it is the hook."""
+
+    total = 0
+
+    def __init__(self) -> None:
+        self.norms: list[float] = []
+        self.inner: dict[str, Slots] = {"slots": Slots()}
+
+    def note(self, *_: Any) -> None:
+        self.norms.append(1.0)
+
+    def note_inside(self, *_: Any) -> None:
+        self.inner["slots"].count += 1
+
+    def note_in_class(self, *_: Any) -> None:
+        History.total += 1
+
+    __call__ = note
+
+
+class Slots:
+    __slots__ = ("count",)
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
+KEEPERS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
+    "list": ([], lambda kept: kept.append(1)),
+    "end of a long list": ([0] * 1000, lambda kept: kept.__setitem__(-1, 5)),
+    "full deque": (deque([0.0] * 3, maxlen=3), lambda kept: kept.append(1.0)),
+    "dict": ({"mean": 0.0}, lambda kept: kept.update(mean=1.0)),
+    "dict of tensors": ({"mean": torch.zeros(2)}, lambda kept: kept["mean"].add_(1)),
+    "array": (np.zeros(4), lambda kept: kept.__setitem__(2, 1.0)),
+    "counter": (itertools.count(), next),
+    "generator of NumPy": (np.random.default_rng(0), lambda kept: kept.random()),
+    "generator of Python": (random.Random(0), lambda kept: kept.random()),
+    "generator of torch": (torch.Generator(), lambda kept: torch.rand(1, generator=kept)),
+    "teacher": (nn.Linear(4, 2), lambda kept: kept.weight.detach().mul_(2)),
+    "object": (History(), lambda kept: kept.note()),
+    "method": (History().note_inside, lambda kept: kept()),
+}
+
+
+@pytest.mark.parametrize("name", KEEPERS)
+def test_a_hook_of_the_step_that_changes_a_variable_is_refused(name: str) -> None:
+    kept, change = KEEPERS[name]
+    job = make_job()
+    register(job, lambda *_: (change(kept), None)[1])
+    with pytest.raises(InputError, match=r"^a step changes the variable kept of .*<lambda>, which"):
+        step(job)
+
+
+@pytest.mark.parametrize(
+    ("hook", "message"),
+    [
+        (History().note, "attribute norms of History"),
+        (History(), "attribute norms of History"),
+        (History().note_inside, "attribute inner of History"),
+        (History().note_in_class, "variable History of History.note_in_class"),
+        (partial(lambda it, *_: it.note(), History()), "argument in functools.partial"),
+    ],
+    ids=["method", "call", "inner", "class", "partial"],
+)
+def test_a_hook_that_is_an_object_or_its_method_is_refused(
+    hook: Callable[..., Any], message: str
+) -> None:
+    job = make_job()
+    register(job, hook)
+    with pytest.raises(InputError, match=f"^a step changes the {re.escape(message)}"):
+        step(job)
+
+
+@pytest.mark.parametrize(
+    "add",
+    [
+        lambda job, hook: job.model.weight.register_hook(hook),
+        lambda job, hook: job.model.weight.register_post_accumulate_grad_hook(hook),
+        lambda job, hook: job.model.register_full_backward_hook(lambda *_: hook(None)),
+        lambda job, hook: job.model.register_full_backward_pre_hook(lambda *_: hook(None)),
+    ],
+    ids=["gradient", "accumulated gradient", "module", "module before"],
+)
+def test_a_hook_of_the_backward_pass_that_keeps_a_history_is_refused(
+    add: Callable[..., Any],
+) -> None:
+    norms: list[int] = []
+    job = make_job()
+    add(job, lambda _: norms.append(1))
+    with pytest.raises(InputError, match=r"^a step changes the variable norms of"):
+        step(job)
+
+
+def test_state_that_a_snapshot_has_and_objects_of_libraries_are_left_alone() -> None:
+    job = make_job()
+    schedule = torch.optim.lr_scheduler.StepLR(job.optimizer, 1)
+    job = Job(job.model, job.optimizer, job.loss, job.train_data, schedule=schedule)
+    groups = job.optimizer.param_groups
+    window = memoryview(bytearray(8))  # as a file, a logger or a writer is
+
+    def hook(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        optimizer.state[job.model.weight].setdefault("norms", []).append(1.0)  # type: ignore[index]
+        groups[0]["count"] = groups[0].get("count", 0) + 1
+        schedule.step()
+        window[0] += 1
+
+    register(job, hook)
+    step(job)
+    step(job)
+
+
+def test_what_a_hook_of_the_state_dict_saves_is_left_to_it() -> None:
+    job = make_job()
+    history = History()
+    register(job, history.note)
+    job.optimizer.register_state_dict_post_hook(lambda _, state: {**state, "norms": history.norms})
+    step(job)
+
+
+def test_what_is_compared_has_bounds() -> None:
+    job = make_job()
+    nested: list[Any] = []
+    nested.append(nested)
+    big = [list(range(MAX_ENDS * 10)) for _ in range(10_000)]
+    register(job, lambda *_: (nested, big, None)[2])
+    unsaved = UnsavedState(job, covers_hooks=True)
+    begin = time.process_time()
+    unsaved.after_gather()
+    assert time.process_time() - begin < 0.1
+
+
+def test_without_hooks_and_own_classes_nothing_is_compared() -> None:
+    job = make_job()
+    assert not UnsavedState(job, covers_hooks=True).can_exist
+    register(job, History().note)
+    assert not UnsavedState(job, covers_hooks=False).can_exist
+
+
+def fit(run_dir: Path, job: Job, epochs: int) -> None:
+    settings = Settings(run_dir, sync="exact", progress=False, epochs=epochs, global_batch=8)
+    Trainer(job, settings, comm=Comm(World(), torch.device("cpu"))).fit()
+
+
+def test_metrics_of_a_model_outside_of_the_job_are_compared_at_a_resume(tmp_path: Path) -> None:
+    def make(teacher: float) -> Job:
+        job = make_job()
+
+        def metrics(model: nn.Module, x: torch.Tensor) -> dict[str, Any]:
+            return {"distance": ((model(x) - teacher).sum(), len(x))}
+
+        return Job(job.model, job.optimizer, job.loss, job.train_data, x, metrics)
+
+    x = make_job().train_data
+    fit(tmp_path / "run", make(1.0), 1)
+    fit(tmp_path / "run", make(1.0), 2)
+    with pytest.raises(
+        InputError, match=r"the next metric distance, sum and count is .* no snapshot"
+    ):
+        fit(tmp_path / "run", make(1.5), 3)
+
+
+def test_a_loss_of_which_only_the_last_bit_is_another_is_refused_at_a_resume(
+    tmp_path: Path,
+) -> None:
+    def make(factor: float) -> Job:
+        job = make_job()
+        loss = lambda model, x: (model(x).square().sum() * factor, len(x))  # noqa: E731
+        return Job(job.model, job.optimizer, loss, job.train_data)
+
+    fit(tmp_path / "run", make(1.0), 1)
+    with pytest.raises(InputError, match="the next loss is"):
+        fit(tmp_path / "run", make(1.0 + 2**-22), 2)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda state: state["param"],
+        lambda state: state.get("param"),
+        lambda state: list(state),
+        lambda state: list(state.values()),
+        lambda state: "param" in state,
+        lambda state: bool(state),
+    ],
+)
+def test_hidden_state_of_an_optimizer_cannot_be_read(read: Callable[[Any], Any]) -> None:
+    with pytest.raises(InputError, match=r"^--shard: the optimizer's state is read outside"):
+        read(HiddenState())
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    """A group of which the other rank does not exist."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    "collective",
+    [
+        lambda x: dist.all_reduce(x),
+        lambda x: dist.broadcast(x, 0),
+        lambda _: dist.barrier(),
+        lambda x: dist.all_gather([x], x),
+        lambda x: dist.send(x, 1),
+        lambda x: dist.all_gather_object([None, None], x),
+    ],
+)
+@pytest.mark.usefixtures("group")
+def test_a_collective_of_the_job_is_refused_where_it_is_called(
+    collective: Callable[..., Any],
+) -> None:
+    def metrics(_: nn.Module, x: torch.Tensor) -> dict[str, Any]:
+        assert dist.get_rank() == 0
+        collective(x)
+        return {}
+
+    with (
+        refuse_collectives(),
+        pytest.raises(InputError, match=r"the job calls torch.distributed\.\w"),
+    ):
+        _compute_batch(nn.Linear(1, 1), metrics, torch.ones(1), torch.device("cpu"))
