@@ -43,9 +43,11 @@ values with state, a loss or a `build` that asks for the number of ranks, `hash`
 variables of optimizers and schedules, an optimizer around another one, parameters in the order of a set, what is kept of the first samples
 (a mean, numbers of labels, augmentations), collected predictions, a number that a step hook moves. The kinds at the end of the table hold these.
 
+A third trial found: what hooks keep and change gradients by, a loss that reads the optimizer's state with `--shard`, collectives in the loss (a hang,
+or another hash), a model outside of the job that metrics alone use, features of frozen layers that are kept by sample, a critic that the loss trains.
+
 Not seen by `--sync exact`: state that changes the loss only after the first microbatches of an attempt and before a snapshot; writes through
-`.data` or NumPy in a step that is not the first of an attempt or an epoch; what a step hook keeps and changes gradients by; a model outside of
-the job that metrics alone use; features of frozen layers that are kept by sample, which are rounded by their place in a batch."""
+`.data` or NumPy in a step that is not the first of an attempt or an epoch; features by sample that only other microbatches than the first of an epoch use."""
 ONE_HASH = "one hash"
 HANG_S = 120
 AFTER_FIRST_S = 60  # for the other ranks, once one has an outcome

@@ -905,7 +905,7 @@ def weight_written_after_some_steps() -> Job:
 @kind(refused="last.bias")
 def weight_written_in_evaluation() -> Job:
     def metrics(model: Any, batch: Any) -> dict[str, tuple[Tensor, int]]:
-        model.last.bias.mul_(0.5)
+        model.last.bias.add_(1.0)  # which changes no class
         return accuracy(model, batch)
 
     return job(metrics=metrics, eval_data=vectors(), eval_batch=10)
@@ -1318,11 +1318,9 @@ def scripted_model() -> Job:
 @kind(refused="requires_grad of a weight", optimizer="hook", full="hook")
 def weights_frozen_after_a_step() -> Job:
     made = job()
-    calls = itertools.count()
 
     def freeze(*_: Any) -> None:
-        if next(calls) == 3:
-            next(made.model.parameters()).requires_grad_(False)
+        next(made.model.parameters()).requires_grad_(False)
 
     made.optimizer.register_step_post_hook(freeze)
     return made
@@ -1494,7 +1492,7 @@ class CountedSteps(torch.optim.SGD):
         super().step()
 
 
-OTHER_LOSS = "another loss is computed on rank"
+OTHER_LOSS = "another loss or gradient is computed on rank"
 
 
 @kind(refused=OTHER_LOSS, alone="")
@@ -1599,7 +1597,7 @@ def numbers_of_type_uint16() -> Job:
 KEPT = "keeps something that no snapshot has"
 
 
-@kind(stopped=KEPT, full="a hook of", optimizer="a hook of")
+@kind(refused="the variable state of", full="a hook of", optimizer="a hook of")
 def temperature_moved_by_a_step_hook() -> Job:
     made = job(loss=lambda model, batch: warm_loss(model, batch, state["temperature"]))
     state = {"temperature": 2.0}
@@ -1642,3 +1640,178 @@ def weight_that_is_put_back_by_its_data() -> Job:
         return total, count
 
     return job(loss=loss)
+
+
+HISTORY = "which no snapshot would have"
+
+
+class AutoClip:
+    """Clips gradients at a percentile of the norms so far (Seetharaman et al., 2020)."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.params = list(model.parameters())
+        self.norms: list[float] = []
+
+    def clip(self, *_: Any) -> None:
+        grads = [param.grad for param in self.params]
+        self.norms.append(float(nn.utils.get_total_norm(grads)))
+        nn.utils.clip_grad_norm_(self.params, float(np.percentile(self.norms, 20)))
+
+
+@kind(
+    refused=f"the attribute norms of AutoClip, {HISTORY}", full="a hook of", optimizer="a hook of"
+)
+def clipping_by_a_history_of_norms() -> Job:
+    made = job()
+    made.optimizer.register_step_pre_hook(AutoClip(made.model).clip)
+    return made
+
+
+@kind(full="a hook of", optimizer="a hook of")
+def clipping_by_a_history_that_the_optimizer_has() -> Job:
+    made = job()
+
+    def clip(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        params = optimizer.param_groups[0]["params"]
+        norms = optimizer.state[params[0]].setdefault("norms", [])
+        norms.append(float(nn.utils.get_total_norm([param.grad for param in params])))
+        nn.utils.clip_grad_norm_(params, float(np.percentile(norms, 20)))
+
+    made.optimizer.register_step_pre_hook(clip)
+    return made
+
+
+@kind(
+    refused=f"the variable norms of clip_late.<locals>.clip, {HISTORY}",
+    full="has a hook for its gradient",
+)
+def gradients_clipped_by_a_deque_of_norms() -> Job:
+    return clip_late(lambda model, hook: model.last.weight.register_hook(hook))
+
+
+@kind(refused=f"the variable norms of clip_late.<locals>.clip, {HISTORY}")
+def gradients_clipped_in_a_module_s_backward_hook() -> Job:
+    def register(model: nn.Module, hook: Callable[[Tensor], Tensor]) -> None:
+        model.last.register_full_backward_hook(lambda _, inputs, __: (hook(inputs[0]),))
+
+    return clip_late(register)
+
+
+def clip_late(register: Callable[..., Any]) -> Job:
+    """A job whose hook clips from the 21st gradient on."""
+    made = job()
+    norms: deque[float] = deque(maxlen=20)
+
+    def clip(gradient: Tensor) -> Tensor:
+        norms.append(float(gradient.norm()))
+        if len(norms) < 20:
+            return gradient
+        return gradient * min(1.0, float(np.median(norms)) / norms[-1])
+
+    register(made.model, clip)
+    return made
+
+
+@kind()
+def noise_by_whether_gradients_are_taken() -> Job:
+    def loss(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+        x, y = batch
+        noise = torch.randn_like(x) if torch.is_grad_enabled() else 0.0
+        return cross_entropy(model, (x + noise, y))
+
+    return job(loss=loss)
+
+
+@kind(refused="another loss when it is computed again")
+def critic_trained_within_the_loss() -> Job:
+    critic = nn.Linear(CLASSES, 1)
+    steps = torch.optim.SGD(critic.parameters(), lr=0.1)
+
+    def loss(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+        output = model(batch[0])
+        steps.zero_grad()
+        F.softplus(critic(output.detach())).sum().backward()
+        steps.step()
+        against = F.softplus(-critic(output)).sum()
+        return F.cross_entropy(output, batch[1], reduction="sum") + against, len(output)
+
+    return job(loss=loss)
+
+
+@kind(full="is called in torch.inference_mode")
+def targets_of_the_model_in_inference_mode() -> Job:
+    def loss(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+        with torch.inference_mode():
+            targets = model(batch[0]).argmax(1)
+        output = model(batch[0])
+        total = F.cross_entropy(output, batch[1], reduction="sum")
+        return total + 0.1 * F.cross_entropy(output, targets.clone(), reduction="sum"), len(output)
+
+    return job(loss=loss)
+
+
+@kind(optimizer="state is read outside", full="state is read outside")
+def loss_by_the_state_of_the_optimizer() -> Job:
+    made = job()
+
+    def loss(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+        total, count = cross_entropy(model, batch)
+        states = made.optimizer.state.values()
+        speed = sum(float(state["momentum_buffer"].abs().sum()) for state in states)
+        return total * (1 + 0.1 * speed), count
+
+    return replace(made, loss=loss)
+
+
+@kind(refused="the job calls torch.distributed.all_reduce", alone="")
+def mean_over_ranks_within_the_loss() -> Job:
+    def loss(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+        total, count = cross_entropy(model, batch)
+        mean = total.detach() / count
+        if torch.distributed.is_initialized():
+            torch.distributed.all_reduce(mean)
+        return total / (1 + mean), count
+
+    return job(loss=loss)
+
+
+TEACHER = nn.Linear(FEATURES, CLASSES).requires_grad_(False)
+
+
+@kind(stopped=KEPT)
+def teacher_outside_of_the_job_for_metrics() -> Job:
+    torch.nn.init.constant_(TEACHER.weight, 0.1)
+    torch.nn.init.constant_(TEACHER.bias, 0.1)
+
+    def metrics(model: nn.Module, batch: Any) -> dict[str, tuple[Tensor, int]]:
+        agree = model(batch[0]).argmax(1) == TEACHER(batch[0]).argmax(1)
+        return {
+            "agreement": (agree.sum(), len(agree)),
+            "mean": (TEACHER(batch[0]).sum(), len(agree)),
+        }
+
+    def derived(values: dict[str, float]) -> dict[str, float]:
+        TEACHER.weight.fill_(values["agreement"])
+        return {}
+
+    return job(metrics=metrics, derived=derived, eval_data=vectors())
+
+
+@kind(refused=OTHER_LOSS, alone="")
+def features_of_a_frozen_part_in_a_cache_by_sample() -> Job:
+    x, y = vectors()
+    wide = nn.Sequential(nn.Linear(FEATURES, 100), nn.Tanh(), nn.Linear(100, 33)).requires_grad_(
+        False
+    )
+    features: dict[int, Tensor] = {}
+
+    def loss(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+        rows, indices, labels = batch
+        new = [place for place, index in enumerate(indices.tolist()) if index not in features]
+        if new:
+            features.update(zip(indices[new].tolist(), wide(rows[new]), strict=True))
+        kept = torch.stack([features[index] for index in indices.tolist()])
+        return F.cross_entropy(model(kept), labels, reduction="sum"), len(labels)
+
+    data = Items(lambda index: (x[index], index, y[index]))
+    return job(nn.Linear(33, CLASSES), loss, data)

@@ -39,6 +39,15 @@ SLOW = [
     "judge outside of the job with batch norm",
     "optimizer around another one",
     "batch norm whose momentum falls",
+    "clipping by a history of norms",
+    "gradients clipped in a module s backward hook",
+    "noise by whether gradients are taken",
+    "critic trained within the loss",
+    "targets of the model in inference mode",
+    "loss by the state of the optimizer",
+    "mean over ranks within the loss",
+    "teacher outside of the job for metrics",
+    "features of a frozen part in a cache by sample",
 ]
 
 
