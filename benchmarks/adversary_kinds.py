@@ -1616,15 +1616,15 @@ def warm_loss(model: nn.Module, batch: Any, temperature: float) -> tuple[Tensor,
 
 @kind(stopped=KEPT)
 def curriculum_by_the_number_of_evaluations() -> Job:
-    seen: list[dict[str, float]] = []
+    evaluations: list[dict[str, float]] = []
 
     def derived(values: dict[str, float]) -> dict[str, float]:
-        if values not in seen:
-            seen.append(dict(values))
+        if values not in evaluations:
+            evaluations.append(dict(values))
         return {"error": 1 - values["accuracy"]}
 
     def loss(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
-        return warm_loss(model, batch, 1 + len(seen))
+        return warm_loss(model, batch, 1 + len(evaluations))
 
     return job(loss=loss, metrics=accuracy, derived=derived, eval_data=vectors())
 
@@ -1807,11 +1807,11 @@ def features_of_a_frozen_part_in_a_cache_by_sample() -> Job:
 
     def loss(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
         rows, indices, labels = batch
-        new = [place for place, index in enumerate(indices.tolist()) if index not in features]
-        if new:
-            features.update(zip(indices[new].tolist(), wide(rows[new]), strict=True))
-        kept = torch.stack([features[index] for index in indices.tolist()])
-        return F.cross_entropy(model(kept), labels, reduction="sum"), len(labels)
+        missing = [row for row, index in enumerate(indices.tolist()) if index not in features]
+        if missing:
+            features.update(zip(indices[missing].tolist(), wide(rows[missing]), strict=True))
+        inputs = torch.stack([features[index] for index in indices.tolist()])
+        return F.cross_entropy(model(inputs), labels, reduction="sum"), len(labels)
 
     data = Items(lambda index: (x[index], index, y[index]))
     return job(nn.Linear(33, CLASSES), loss, data)
