@@ -73,6 +73,7 @@ def test_a_preempted_script_loses_no_step(jobs: Jobs, name: str) -> None:
     preempt(jobs, job)
     wait_until(lambda: list(ledger.glob("attempt-0002*")), lambda: jobs.typed("logs", job))
     assert first_end(jobs, job) == ("preemption", True, 75), jobs.typed("logs", job)
+    assert jobs.status(job)["ends"][0]["step"] is None  # a Loader's run has no snapshots
     assert "requeued 1 time: preemption 1" in jobs.typed("status", job)
     jobs.typed("cancel", job)
     jobs.ended(job, "CANCELLED")

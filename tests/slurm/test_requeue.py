@@ -287,6 +287,22 @@ def test_the_command_of_the_batch_script(tmp_path: Path) -> None:
     assert after(0, 4) == (0, "stepladder: finished\n")
 
 
+def test_a_script_with_a_loader_is_requeued_as_often_as_it_is_preempted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The Loader's run directory is the one that `submit` gives the script."""
+    monkeypatch.setenv("SLURM_JOB_ID", "12")
+    (tmp_path / "config.json").write_text('{"definition": {"recipe": "Loader"}}')
+    facts = "JobState=RUNNING PreemptTime=2026-01-01T00:00:00\n"
+    for restart in range(4):
+        monkeypatch.setenv("SLURM_RESTART_COUNT", str(restart))
+        (tmp_path / "ended.json").write_text(json.dumps({"code": 75, **identify_start()}))
+        decision = handle_end(tmp_path, 75, 120, facts, RequeuePolicy(5))
+        assert decision.requeue, (restart, decision)
+    records = read_job_records(tmp_path / REQUEUES_FILE, "12", RequeueRecord)
+    assert [record["step"] for record in records] == [None] * 4
+
+
 def test_a_file_that_a_start_has_written_lets_it_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,6 +12,8 @@ PATH_HINT = (
 # Python's variable that keeps the current folder, and a script's, out of sys.path.
 SAFE_PATH_VARIABLE = "PYTHONSAFEPATH"
 FORK_SERVER_VALUE = "of stepladder's fork server"  # its value if the user has not set it
+# The recipe that config.json names where a script's own Loader keeps its ledger.
+LOADER_RECIPE = "Loader"
 MAX_PATH_PARTS = 256  # Python makes nested folders by recursion
 
 

@@ -31,6 +31,8 @@ from stepladder.core.errors import (
 )
 from stepladder.core.jsonl import is_unix_time
 from stepladder.core.numbers import MAX_PORT, parse_whole_number
+from stepladder.core.paths import LOADER_RECIPE
+from stepladder.core.typed_file import parse_json, read_file
 from stepladder.rank.exit_record import END_FILE_NAME, identify_start, read_end
 from stepladder.slurm.client import parse_field
 from stepladder.slurm.submitted_jobs import JobInfo, add_record, read_job_records
@@ -304,14 +306,24 @@ def _count_without_progress(
 
 
 def _find_newest_step(job_dir: Path) -> int | None:
-    """Return the step of the newest snapshot, None if the folder has no training."""
-    if not (job_dir / "config.json").exists():
+    """Return the step of the newest snapshot, None if the folder has no training.
+
+    A script with a Loader has a run directory too, and saves its snapshots elsewhere.
+    """
+    if not (job_dir / "config.json").exists() or _is_run_of_loader(job_dir):
         return None
     steps = [0]
     for path in (job_dir / "snapshots").glob("step_*"):
         if match := re.fullmatch(r"step_([0-9]{1,16})", path.name):
             steps.append(int(match[1]))
     return max(steps)
+
+
+def _is_run_of_loader(job_dir: Path) -> bool:
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        config = parse_json(read_file(job_dir / "config.json"), dict)
+        return bool(config["definition"]["recipe"] == LOADER_RECIPE)
+    return False
 
 
 def _count_saves(pattern: str, text: str, before: Sequence[int | None]) -> int | None:

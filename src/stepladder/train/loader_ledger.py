@@ -8,6 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from stepladder.core.errors import InputError
+from stepladder.core.paths import LOADER_RECIPE
 from stepladder.core.plan import Plan
 from stepladder.core.world import World
 from stepladder.data.sources import Indices
@@ -18,7 +19,6 @@ from stepladder.storage.run_dir_access import translate_storage_errors
 from stepladder.storage.run_files import CONFIG_FILE, RUN_SCHEMA
 
 LOCK_WAIT_S = 30.0
-RECIPE = "Loader"
 
 
 class LoaderLedger:
@@ -111,7 +111,7 @@ def _validate_group(world: World) -> None:
 def _make_config(plan: Plan) -> dict[str, Any]:
     """Return the content of config.json for the run of a Loader."""
     definition = {
-        "recipe": RECIPE,
+        "recipe": LOADER_RECIPE,
         "num_samples": plan.num_samples,
         "global_batch": plan.global_batch,
         "seed": plan.seed,
