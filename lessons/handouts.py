@@ -12,7 +12,6 @@ COMMENT = re.compile(r"<!--.*?-->\n?", re.DOTALL)
 PICTURE = re.compile(r"!\[([^\]]*)\]\(([^)]+\.svg)\)", re.DOTALL)
 LINK = re.compile(r"\[([^\]]+)\]\((?!https?:)[^)]+\)", re.DOTALL)
 OUTPUT = re.compile(r"<!-- generated: output -->\n```text\n(.*?)```", re.DOTALL)
-NOTEBOOK_LESSONS = 6  # the later ones start torchrun, several nodes or a cluster
 STYLE = """
 :root { color-scheme: light dark }
 :root { --page: #fff; --ink: #1b1f24; --soft: #f1f3f5; --accent: #00695c }

@@ -7,7 +7,7 @@ outputs   runs each lesson and writes what it printed into its README; with numb
 pictures  runs the lessons that write numbers, and draws them; needs matplotlib:
           pip install 'stepladder[lessons]'
 slides    writes one HTML file of all lessons: text, pictures and output
-notebooks writes a notebook for each of the first six lessons
+notebooks writes a notebook for each lesson that starts its processes itself
 --check   writes nothing, and fails if `diffs` would change a file
 """
 
@@ -284,8 +284,10 @@ def draw():
 
 
 def write_notebooks(folder):
-    for lesson in list(ladder().values())[: handouts.NOTEBOOK_LESSONS]:
-        write_handout(folder / f"{lesson['folder']}.ipynb", handouts.make_notebook(lesson))
+    for lesson in ladder().values():
+        if lesson["command"].startswith("python "):  # neither torchrun nor Slurm starts it
+            path = folder / f"{lesson['folder']}.ipynb"
+            write_handout(path, handouts.make_notebook(lesson))
 
 
 def write_handout(path, text):

@@ -16,6 +16,8 @@ from pages import LESSONS
 from processes import refused
 from warm import SERVER
 
+RUN_NOTEBOOKS = (1, 2, 4, 20)  # a lesson's own test runs its file
+
 
 def make(*args: object) -> str:
     """Return what it has printed."""
@@ -96,11 +98,14 @@ def test_the_notebooks_run_and_reach_the_claim(tmp_path: Path, short_folder: Pat
     (startup / "warm.py").write_text(warm)
     env = {**os.environ, "IPYTHONDIR": str(tmp_path / "ipython")}
     paths = sorted(tmp_path.glob("*.ipynb"))
-    assert [path.stem[:2] for path in paths] == ["01", "02", "03", "04", "05", "06"]
+    numbers = [int(path.stem[:2]) for path in paths]
+    assert numbers == [*range(1, 10), *range(19, 24)]
     assert written == "".join(f"written: {path}\n" for path in paths)
     for path in paths:
         notebook = nbformat.read(path, as_version=4)
         nbformat.validate(notebook)
+        if int(path.stem[:2]) not in RUN_NOTEBOOKS:
+            continue
         resources = {"metadata": {"path": str(tmp_path)}}
         client = nbclient.NotebookClient(
             notebook, config=connect_by_files(short_folder), timeout=300, resources=resources
