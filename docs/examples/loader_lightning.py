@@ -13,8 +13,11 @@ FOLDER = Path("loader_lightning")
 
 
 class StopWhenAsked(L.Callback):
+    def __init__(self, stop):
+        self.stop = stop
+
     def on_train_start(self, trainer, module):
-        self.stop = StopSignals().__enter__()  # in place of Lightning's own handler
+        self.stop.__enter__()  # again, in place of Lightning's own handler
 
     def on_train_batch_end(self, trainer, module, outputs, batch, index):
         if self.stop.agreed():
@@ -29,7 +32,7 @@ class DigitsOfLoader(Digits):
             print(f"step {self.trainer.train_dataloader.step}, loss {loss:.7f}")
 
 
-def main(config):
+def main(config, stop):
     L.seed_everything(config.seed)
     train_data, _ = load_data()
     loader = Loader(train_data, 64, config.seed, run_dir="runs/loader_lightning")
@@ -39,7 +42,7 @@ def main(config):
         devices=config.devices,
         strategy="ddp",
         log_every_n_steps=1,
-        callbacks=[saves, StopWhenAsked()],
+        callbacks=[saves, StopWhenAsked(stop)],
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -48,4 +51,5 @@ def main(config):
 
 
 if __name__ == "__main__":
-    main(flags())
+    with StopSignals() as stop:
+        main(flags(), stop)
