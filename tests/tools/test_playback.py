@@ -134,6 +134,14 @@ def test_a_script_is_played_back(script: str, rule: str | None, tmp_path: Path) 
 
 
 @pytest.mark.ranks
+def test_a_script_that_fails_has_no_page(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import torch\nraise ValueError('bad')\n")
+    done = run("playback", "train.py", cwd=tmp_path)
+    assert done.returncode == 3 and "ValueError: bad" in done.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
+
+
+@pytest.mark.ranks
 def test_bad_input_is_one_line(tmp_path: Path) -> None:
     refused(run("playback", "no.py", cwd=tmp_path), "script no.py is not a file")
     (tmp_path / "train.py").write_text("print('nothing is trained')")

@@ -46,6 +46,8 @@ def command(
     if report.not_checked:
         echo(report.not_checked.output)
         echo(report.not_checked.line)
-    write_output(output, render_playback(report, script.name, steps, epochs), "-o")
-    echo(f"written: {output}")
+    page = render_playback(report, script.name, steps, epochs)
+    if page:
+        write_output(output, page, "-o")
+        echo(f"written: {output}")
     return report.exit_code

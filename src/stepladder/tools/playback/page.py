@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from stepladder.core.errors import InputError
 from stepladder.core.numbers import format_count
 from stepladder.tools.check.check import Report
 from stepladder.tools.pages.page import render_page
@@ -11,16 +10,13 @@ from stepladder.tools.playback.parts import Part, choose_parts, read_parts
 
 
 def render_playback(report: Report, name: str, steps: int, epochs: int) -> str:
-    """Return the page of what the ranks of a checked script did.
+    """Return the page of what the ranks of a checked script did; "" if they made no step.
 
     Args:
         report: The report of the check, in which each rank's own gradients were recorded.
         name: The name of the script.
         steps: How many steps of each epoch are shown.
         epochs: How many epochs are shown.
-
-    Raises:
-        InputError: The ranks have trained nothing.
     """
     chosen: list[tuple[Part, ...]] = []
     if report.evidence is not None:
@@ -28,9 +24,7 @@ def render_playback(report: Report, name: str, steps: int, epochs: int) -> str:
         parts = [read_parts(log, evidence) for log in evidence.ranks]
         chosen = choose_parts(parts, steps, epochs)
     if not chosen:
-        raise InputError(
-            f"{name} made no step on its ranks", f"stepladder check {name}, which says why"
-        )
+        return ""
     frames = make_frames(chosen, report.findings)
     bad = sum(frame.is_bad for frame in frames)
     num_ranks = len(chosen[0])
