@@ -1597,7 +1597,7 @@ def numbers_of_type_uint16() -> Job:
 KEPT = "keeps something that no snapshot has"
 
 
-@kind(refused="the variable state of", full="a hook of", optimizer="a hook of")
+@kind(stopped=KEPT, full="a hook of", optimizer="a hook of")
 def temperature_moved_by_a_step_hook() -> Job:
     made = job(loss=lambda model, batch: warm_loss(model, batch, state["temperature"]))
     state = {"temperature": 2.0}

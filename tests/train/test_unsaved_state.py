@@ -46,6 +46,12 @@ def register(job: Job, hook: Callable[..., Any]) -> None:
     job.optimizer.register_step_post_hook(hook)
 
 
+def clip(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Change a weight, without which what a hook keeps has no effect."""
+    with torch.no_grad():
+        optimizer.param_groups[0]["params"][0].clamp_(-1, 1)
+
+
 class History:
     """What a job keeps; a method or a call of it is the hook."""
 
@@ -55,14 +61,19 @@ class History:
         self.norms: list[float] = []
         self.inner: dict[str, Slots] = {"slots": Slots()}
 
-    def note(self, *_: Any) -> None:
+    def note(self, *args: Any) -> None:
         self.norms.append(1.0)
+        if args:
+            clip(*args)
 
-    def note_inside(self, *_: Any) -> None:
+    def note_inside(self, *args: Any) -> None:
         self.inner["slots"].count += 1
+        if args:
+            clip(*args)
 
-    def note_in_class(self, *_: Any) -> None:
+    def note_in_class(self, *args: Any) -> None:
         History.total += 1
+        clip(*args)
 
     __call__ = note
 
@@ -95,7 +106,7 @@ KEEPERS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
 def test_a_hook_of_the_step_that_changes_a_variable_is_refused(name: str) -> None:
     kept, change = KEEPERS[name]
     job = make_job()
-    register(job, lambda *_: (change(kept), None)[1])
+    register(job, lambda *args: (change(kept), clip(*args))[1])
     with pytest.raises(InputError, match=r"^a step changes the variable kept of .*<lambda>, which"):
         step(job)
 
@@ -107,7 +118,7 @@ def test_a_hook_of_the_step_that_changes_a_variable_is_refused(name: str) -> Non
         (History(), "attribute norms of History"),
         (History().note_inside, "attribute inner of History"),
         (History().note_in_class, "variable History of History.note_in_class"),
-        (partial(lambda it, *_: it.note(), History()), "argument in functools.partial"),
+        (partial(lambda it, *args: it.note(*args), History()), "attribute args of partial"),
     ],
     ids=["method", "call", "inner", "class", "partial"],
 )
@@ -123,10 +134,16 @@ def test_a_hook_that_is_an_object_or_its_method_is_refused(
 @pytest.mark.parametrize(
     "add",
     [
-        lambda job, hook: job.model.weight.register_hook(hook),
-        lambda job, hook: job.model.weight.register_post_accumulate_grad_hook(hook),
-        lambda job, hook: job.model.register_full_backward_hook(lambda *_: hook(None)),
-        lambda job, hook: job.model.register_full_backward_pre_hook(lambda *_: hook(None)),
+        lambda job, halve: job.model.weight.register_hook(halve),
+        lambda job, halve: job.model.weight.register_post_accumulate_grad_hook(
+            lambda param: [param.grad.copy_(halve(param.grad)), None][1]
+        ),
+        lambda job, halve: job.model.register_full_backward_hook(
+            lambda _, inputs, outputs: tuple(map(halve, inputs))
+        ),
+        lambda job, halve: job.model.register_full_backward_pre_hook(
+            lambda _, outputs: tuple(map(halve, outputs))
+        ),
     ],
     ids=["gradient", "accumulated gradient", "module", "module before"],
 )
@@ -135,8 +152,53 @@ def test_a_hook_of_the_backward_pass_that_keeps_a_history_is_refused(
 ) -> None:
     norms: list[int] = []
     job = make_job()
-    add(job, lambda _: norms.append(1))
+    job.train_data.requires_grad_()
+    add(job, lambda gradient: (norms.append(1), gradient / 2)[1])
     with pytest.raises(InputError, match=r"^a step changes the variable norms of"):
+        step(job)
+
+
+@pytest.mark.parametrize(
+    "add",
+    [
+        lambda job, note: job.optimizer.register_step_pre_hook(lambda *_: note(job.model.weight)),
+        lambda job, note: job.model.weight.register_hook(note),
+        lambda job, note: job.model.weight.register_post_accumulate_grad_hook(note),
+        lambda job, note: job.model.register_full_backward_hook(lambda *args: note(args[2][0])),
+    ],
+    ids=["step", "gradient", "accumulated gradient", "module"],
+)
+def test_a_hook_that_only_logs_is_left_alone(add: Callable[..., Any]) -> None:
+    norms: list[float] = []
+    job = make_job()
+    job.train_data.requires_grad_()
+    add(job, lambda tensor: norms.append(float(tensor.norm())))
+    step(job)
+    step(job)
+    assert len(norms) == 2
+
+
+def test_a_hook_is_refused_once_it_has_an_effect() -> None:
+    calls: list[int] = []
+    job = make_job()
+
+    def decay_late(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        calls.append(1)
+        if len(calls) == 3:
+            optimizer.param_groups[0]["lr"] *= 0.1
+
+    register(job, decay_late)
+    step(job)
+    step(job)
+    with pytest.raises(InputError, match=r"^a step changes the variable calls of .*decay_late"):
+        step(job)
+
+
+def test_a_hook_that_may_write_without_a_count_has_an_effect() -> None:
+    calls: list[int] = []
+    job = make_job()
+    register(job, lambda *_: (calls.append(1), job.model.weight.data.mul_(0.9), None)[2])  # type: ignore[operator,union-attr]
+    with pytest.raises(InputError, match=r"^a step changes the variable calls of"):
         step(job)
 
 

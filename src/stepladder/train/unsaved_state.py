@@ -36,6 +36,8 @@ MAX_ARRAY_BYTES = 1 << 16
 MAX_OBJECT_DEPTH = 8
 MAX_ENDS = 32  # the first and the last items of a container
 MAX_VALUES = 1000
+# By which a hook writes to tensors without a count of torch's.
+UNCOUNTED_WRITES = ("data", "numpy")
 
 
 class UnsavedState(LoopListener):
@@ -49,14 +51,9 @@ class UnsavedState(LoopListener):
     def __init__(self, job: Job, covers_hooks: bool) -> None:
         self.job = job
         self.saved = _find_saved(job)
-        hooks: list[Any] = []
+        self.hooks: list[_WatchedHook] = []
         if covers_hooks:
-            hooks += _list_hooks(job)
-        self.objects = [
-            each for each in list_optimizers(job.optimizer) if not _saves_its_state(each)
-        ]
-        self.partials = [each for each in hooks if isinstance(each, partial)]
-        self.objects += [each for each in _find_owners(hooks) if id(each) not in self.saved]
+            self.hooks += _watch_hooks(job, self.saved)
         # Not of a callable object, whose state a schedule saves.
         self.functions = [
             (function, part.last_epoch)
@@ -73,27 +70,20 @@ class UnsavedState(LoopListener):
             for method in vars(class_).values()
         ]
         functions = [function for function, _ in self.functions]
-        self.readers = _find_readers((*methods, *functions, *hooks))
+        optimizers = [each for each in list_optimizers(job.optimizer) if not _saves_its_state(each)]
+        self.reached = _Reached((*methods, *functions), optimizers)
         self.calls_functions = True  # until the first step is done
-        self.values = self._read_values()
+        self.values = self._read_values(self.hooks)
 
     @property
     def can_exist(self) -> bool:
         """Whether an object is there whose state could be left out."""
-        return bool(self.objects or self.functions or self.readers or self.partials)
+        return bool(self.reached.objects or self.functions or self.reached.readers or self.hooks)
 
-    def _read_values(self) -> dict[str, Any]:
-        values = {
-            f"attribute {name} of {type(each).__name__}": value
-            for each in self.objects
-            for name, value in _read_attributes(each).items()
-        }
-        values |= {f"argument in {each}": (each.args, each.keywords) for each in self.partials}
-        for function in self.readers:
-            values |= {
-                f"variable {name} of {function.__qualname__}": value
-                for name, value in _read_variables(function).items()
-            }
+    def _read_values(self, hooks: Iterable[_WatchedHook]) -> dict[str, Any]:
+        values = self.reached.read()
+        for hook in hooks:
+            values |= hook.reached.read()
         if self.calls_functions:  # one that reads the time has another result
             for function, epoch in self.functions:
                 name = f"result of {function.__qualname__} for the same argument"
@@ -108,14 +98,13 @@ class UnsavedState(LoopListener):
         Raises:
             InputError: A value has changed.
         """
-        values = self._read_values()
+        values = self._read_values(hook for hook in self.hooks if hook.has_effect)
         for name, value in values.items():
             if value != self.values.get(name):
                 raise InputError(
                     f"a step changes the {name}, which no snapshot would have",
                     "keep it in state[param] or param_groups of the optimizer, or in an attribute"
-                    " of the schedule; a rate is a function of the step alone; print, do not keep,"
-                    " what is for a log",
+                    " of the schedule; a rate is a function of the step alone",
                 )
         if self.calls_functions:
             self.calls_functions = False
@@ -139,8 +128,49 @@ def _find_saved(job: Job) -> set[int]:
     return set(map(id, (*users, *rates, *model.modules(), *model.parameters(), *model.buffers())))
 
 
-def _list_hooks(job: Job) -> Iterator[Callable[..., Any]]:
-    """Yield the functions that an optimizer's step or a backward pass calls besides its own."""
+class _Reached:
+    """The variables that some functions read, and the attributes of some objects."""
+
+    def __init__(self, functions: Iterable[Any], objects: list[Any]) -> None:
+        self.readers = _find_readers(functions)
+        self.objects = objects
+
+    def read(self) -> dict[str, Any]:
+        values = {
+            f"attribute {name} of {type(each).__name__}": value
+            for each in self.objects
+            for name, value in _read_attributes(each).items()
+        }
+        for function in self.readers:
+            for name, value in _read_variables(function).items():
+                values[f"variable {name} of {function.__qualname__}"] = value
+        return values
+
+
+class _WatchedHook:
+    """A hook of the job, and whether it has ever changed what a step computes.
+
+    One that has not may keep what it likes, such as a log: what the loss or a metric reads of it,
+    a resume compares.
+    """
+
+    def __init__(self, hook: Callable[..., Any], saved: set[int]) -> None:
+        self.hook = hook
+        owner = getattr(hook, "__self__", hook)
+        is_kept = isinstance(owner, partial) or _is_of_user(type(owner).__module__)
+        self.reached = _Reached([hook], [owner] * (is_kept and id(owner) not in saved))
+        names = {name for each in self.reached.readers for name in _list_names(each.__code__)}
+        self.has_effect = not names.isdisjoint(UNCOUNTED_WRITES)
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        before = _read_effects(args)
+        result = self.hook(*args, **options)
+        self.has_effect |= result is not None or _read_effects(args) != before
+        return result
+
+
+def _list_hook_tables(job: Job) -> list[dict[int, Any]]:
+    """Return where torch keeps the hooks of an optimizer's step and of a backward pass."""
     tables: list[Any] = []
     for each in {job.optimizer, *list_optimizers(job.optimizer)}:
         if not each._optimizer_state_dict_post_hooks:  # by which hooks save what they keep
@@ -149,16 +179,36 @@ def _list_hooks(job: Job) -> Iterator[Callable[..., Any]]:
         tables += [param._backward_hooks, param._post_accumulate_grad_hooks]
     for module in job.model.modules():
         tables += [module._backward_hooks, module._backward_pre_hooks]
-    for table in tables:
-        yield from (table or {}).values()
+    return list(filter(None, tables))
 
 
-def _find_owners(hooks: Iterable[Any]) -> Iterator[Any]:
-    """Yield the user's objects whose methods some hooks are."""
-    for hook in hooks:
-        owner = getattr(hook, "__self__", hook)
-        if _is_of_user(type(owner).__module__):
-            yield owner
+def _watch_hooks(job: Job, saved: set[int]) -> Iterator[_WatchedHook]:
+    """Put a _WatchedHook in the place of each hook that is the user's."""
+    for table in _list_hook_tables(job):
+        for key, hook in table.items():
+            watched = hook
+            if not isinstance(hook, _WatchedHook):
+                watched = _WatchedHook(hook, saved)
+            if watched.reached.readers:
+                table[key] = watched
+                yield watched
+
+
+def _read_effects(args: Iterable[Any]) -> list[Any]:
+    """Return what a hook may change of its arguments: write counts, and an optimizer's settings."""
+    effects: list[Any] = []
+    for value in args:
+        if isinstance(value, torch.Tensor):
+            effects.append((id(value), count_writes(value)))
+            if value.is_leaf and value.grad is not None:
+                effects += _read_effects([value.grad])
+        elif isinstance(value, (tuple, list)):
+            effects += _read_effects(value)
+        elif isinstance(value, torch.optim.Optimizer):
+            for group in value.param_groups:
+                effects += _read_effects(group["params"])
+                effects += [repr(each) for name, each in group.items() if name != "params"]
+    return effects
 
 
 @cache
@@ -229,6 +279,8 @@ def _read_attributes(value: Any) -> dict[str, Any]:
     """Return what pickle would save of an object, but for the attributes that torch sets."""
     if isinstance(value, type):
         return dict(vars(value))
+    if isinstance(value, partial):
+        return {"args": value.args, "keywords": value.keywords}
     state = object.__getstate__(value)
     parts = state if isinstance(state, tuple) else (state,)  # of a class with __slots__
     attributes = {name: part for each in parts for name, part in (each or {}).items()}
@@ -281,14 +333,13 @@ def _list_parts(value: Any, saved: set[int]) -> Iterable[Any]:
         return _take_ends(value)
     if isinstance(value, MethodType):
         return (value.__self__,)
-    if isinstance(value, partial):
-        return value.func, value.args, value.keywords
     if hasattr(value, "state_dict") and not isinstance(value, type):
         if id(getattr(value, "state", None)) in saved:  # of an optimizer around the job's own
             return ()
         return (value.state_dict(),)
     # A class has its own module as an attribute, and its objects have it too.
-    if _is_of_user(getattr(value, "__module__", "builtins") or ""):
+    is_of_user = _is_of_user(getattr(value, "__module__", "builtins") or "")
+    if is_of_user or isinstance(value, partial):
         return (_read_attributes(value),)
     return ()
 
