@@ -178,19 +178,28 @@ def test_a_hook_that_only_logs_is_left_alone(add: Callable[..., Any]) -> None:
     assert len(norms) == 2
 
 
-def test_a_hook_is_refused_once_it_has_an_effect() -> None:
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda optimizer: optimizer.param_groups[0].update(lr=0.01),
+        lambda optimizer: optimizer.param_groups[0]["params"][0].grad.zero_(),
+        lambda optimizer: next(iter(optimizer.state.values()))["momentum_buffer"].zero_(),
+    ],
+    ids=["rate", "gradient", "momentum"],
+)
+def test_a_hook_is_refused_once_it_has_an_effect(change: Callable[[Any], Any]) -> None:
     calls: list[int] = []
     job = make_job()
 
-    def decay_late(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def change_late(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         calls.append(1)
         if len(calls) == 3:
-            optimizer.param_groups[0]["lr"] *= 0.1
+            change(optimizer)
 
-    register(job, decay_late)
+    register(job, change_late)
     step(job)
     step(job)
-    with pytest.raises(InputError, match=r"^a step changes the variable calls of .*decay_late"):
+    with pytest.raises(InputError, match=r"^a step changes the variable calls of .*change_late"):
         step(job)
 
 

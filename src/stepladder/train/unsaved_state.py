@@ -195,7 +195,7 @@ def _watch_hooks(job: Job, saved: set[int]) -> Iterator[_WatchedHook]:
 
 
 def _read_effects(args: Iterable[Any]) -> list[Any]:
-    """Return what a hook may change of its arguments: write counts, and an optimizer's settings."""
+    """Return what a hook may change of its arguments: tensors, and an optimizer's settings."""
     effects: list[Any] = []
     for value in args:
         if isinstance(value, torch.Tensor):
@@ -205,6 +205,8 @@ def _read_effects(args: Iterable[Any]) -> list[Any]:
         elif isinstance(value, (tuple, list)):
             effects += _read_effects(value)
         elif isinstance(value, torch.optim.Optimizer):
+            for state in value.state.values():
+                effects += _read_effects(state.values())
             for group in value.param_groups:
                 effects += _read_effects(group["params"])
                 effects += [repr(each) for name, each in group.items() if name != "params"]
