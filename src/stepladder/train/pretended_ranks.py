@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FrameType
 
 import torch.distributed as dist
@@ -17,6 +17,7 @@ import torch.distributed as dist
 from stepladder.core.errors import InputError
 from stepladder.core.world import LAUNCHERS, TORCHRUN
 from stepladder.rank.torch_fixes_groups import calling_before_collectives
+from stepladder.train.layout.base import StateLayout
 
 # Modules that call collectives in a pass of the job.
 COLLECTIVE_CALLERS = (
@@ -58,6 +59,16 @@ def pretend_more_ranks() -> Iterator[None]:
 def refuse_collectives() -> AbstractContextManager[None]:
     """Refuse collectives of the job in the block: their result depends on the number of ranks."""
     return calling_before_collectives(_validate_caller)
+
+
+@contextmanager
+def isolate_job(layout: StateLayout, sync: str) -> Iterator[None]:
+    """Refuse in the block what the loss and the metrics of a job must not use."""
+    collectives: AbstractContextManager[None] = nullcontext()
+    if sync == "exact" and not layout.comm.alone:
+        collectives = refuse_collectives()
+    with layout.hiding_state(), collectives:
+        yield
 
 
 def _validate_caller(collective: FrameType) -> None:

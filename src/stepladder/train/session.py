@@ -21,7 +21,7 @@ from stepladder.train.batch_reader import BatchReader
 from stepladder.train.evaluation import Metrics, compute_first_batch, evaluate
 from stepladder.train.fingerprints import HASH_BYTES, fingerprint
 from stepladder.train.phases import ENDING, EVALUATING, SAVING
-from stepladder.train.pretended_ranks import refuse_collectives
+from stepladder.train.pretended_ranks import isolate_job
 from stepladder.train.recorder import FLUSH_INTERVAL_S, Recorder
 from stepladder.train.recovery import SessionRecovery, StepJournal
 from stepladder.train.replica_check import validate_finite_weights
@@ -148,16 +148,8 @@ class Session:
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
         average = self.state.averaged_weights
-        with self.comm.phases(EVALUATING), self.isolating_job(), average, self._guarded_weights():
-            yield
-
-    @contextmanager
-    def isolating_job(self) -> Iterator[None]:
-        """Refuse in the block what the loss and the metrics of a job must not use."""
-        collectives: AbstractContextManager[None] = nullcontext()
-        if self.spec.settings.sync == "exact" and not self.comm.alone:
-            collectives = refuse_collectives()
-        with self.state.layout.hiding_state(), collectives:
+        isolation = isolate_job(self.state.layout, self.spec.settings.sync)
+        with self.comm.phases(EVALUATING), isolation, average, self._guarded_weights():
             yield
 
     def _guarded_weights(self) -> AbstractContextManager[None]:

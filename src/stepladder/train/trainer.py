@@ -49,6 +49,7 @@ from stepladder.train.phases import (
     WAITING_FOR_RANKS,
 )
 from stepladder.train.precision import make_autocast
+from stepladder.train.pretended_ranks import isolate_job
 from stepladder.train.process_group import process_group
 from stepladder.train.rank_share import RankShare
 from stepladder.train.recompute_check import RecomputeCheck
@@ -301,7 +302,7 @@ class TrainingLoop:
         backward: Backward = self.sync.backward
         for listener in self.listeners:
             backward = listener.begin_step(step, backward)
-        with self.session.isolating_job():
+        with isolate_job(self.layout, self.settings.sync):
             loss_sum, count, indices_read = self._run_passes(spans, backward)
         if not self.is_repetition:
             self.recorder.record_samples(indices_read)
@@ -435,7 +436,8 @@ class TrainingLoop:
         seed = derive_pass_seed(self.base_key, self.state.step, span.number)
         self.generators.begin_pass(seed)
         loss_function = self.loss_programs.get(len(span), self.job.loss)
-        with self.phase(FORWARD_PASS), self.autocast, self.session.isolating_job():
+        isolation = isolate_job(self.layout, self.settings.sync)
+        with self.phase(FORWARD_PASS), self.autocast, isolation:
             result: Any = loss_function(self.model, batch)
         self.generators.end_pass()
         self._validate_unchanged()
