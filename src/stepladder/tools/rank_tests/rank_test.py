@@ -24,6 +24,10 @@ from stepladder.launcher.script import prepare_groups
 from stepladder.train.comm import Comm
 from stepladder.train.process_group import process_group
 
+# The server ends a test in time, and then asks each rank where it waits. A rank whose collective
+# had failed by then, or while another one is in the debugger, would answer with pytest's code.
+GROUP_TIMEOUT = timedelta(days=1)
+
 
 @dataclass(frozen=True)
 class RankTest:
@@ -129,7 +133,7 @@ def run_test(test: RankTest, terminal: Terminal | None) -> int:
             init_method=f"file://{test.store}",
             rank=rank,
             world_size=len(test.files),
-            timeout=timedelta(seconds=test.timeout),
+            timeout=GROUP_TIMEOUT,
         )
         dist.barrier()  # a rank that ends while another one still connects would fail that one
     reports = runtestprotocol(test.item, log=False, nextitem=None)
