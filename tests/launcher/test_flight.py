@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from processes import JOBS, wait_until
+from processes import JOBS, run, wait_until
 from stepladder.launcher.diagnose.explanation import Explanation
 from stepladder.launcher.diagnose.flight_recorder import (
     DUMP_PREFIX_VARIABLE,
@@ -52,6 +52,38 @@ def explain_dumps(file: Path, form: str = "flight") -> Explanation:
             for rank, progress in infer_progress(dumps).items()
         ]
     )
+
+
+COLLECTIVES = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+x = torch.ones(4)
+for step in range(3):
+    dist.all_reduce(x)
+if dist.get_rank() == 0:
+    dist.all_reduce(x)
+dist.barrier()
+"""
+
+
+@pytest.mark.ranks
+def test_a_group_of_ours_writes_a_dump_where_torch_s_variables_ask_for_one(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(COLLECTIVES)
+    asked = {"TORCH_FR_BUFFER_SIZE": "3", DUMP_PREFIX_VARIABLE: str(tmp_path / "dump")}
+    assert run("run", "--nproc", 2, "train.py", cwd=tmp_path, env=asked).returncode == 1
+    assert [len(read_dump(tmp_path / f"dump{rank}")["entries"]) for rank in range(2)] == [3, 3]
+    explained = run("explain", "dump0", cwd=tmp_path).stdout
+    assert "rank 1 calls barrier (<module>(), " in explained and "collective 4" in explained
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dump0", "dump1", "train.py"]
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_a_dump_that_cannot_be_written_is_said(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(COLLECTIVES)
+    asked = {"TORCH_FR_BUFFER_SIZE": "3", DUMP_PREFIX_VARIABLE: str(tmp_path / "none" / "dump")}
+    done = run("run", "--nproc", 2, "train.py", cwd=tmp_path, env=asked)
+    assert done.returncode == 1 and "none/dump0 cannot be written: No such file" in done.stderr
 
 
 @pytest.mark.slow

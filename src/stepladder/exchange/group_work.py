@@ -16,6 +16,7 @@ from torch.futures import Future
 
 from stepladder.exchange.queue_thread import QueueThread
 from stepladder.exchange.runner import ExchangeRunner
+from stepladder.rank.flight_record import EndCallback
 from stepladder.rank.stacks import Frame, find_caller
 
 # How long a collective with async_op=True may block its caller. Most ranks arrive sooner. After
@@ -60,16 +61,18 @@ def copy_error(error: RuntimeError) -> RuntimeError:
 class GroupWork(TorchWork):
     """A collective that was started; it may be finished already."""
 
-    def __init__(self, outputs: Any) -> None:
+    def __init__(self, outputs: Any, on_end: EndCallback | None = None) -> None:
         """Create the work of a collective, which is not finished.
 
         Args:
             outputs: The tensors that hold the result, which are the value of the future.
+            on_end: What is called with the collective's error, or None, when it has ended.
         """
         super().__init__()
         self.outputs = outputs
         self.error: RuntimeError | None = None
         self.has_ended = False
+        self._on_end = on_end
         self._lock = threading.Lock()
         # Locked until the collective ends. It is no threading.Event: a rank that waits in one is in
         # a function of Python's, and the stack of a hang would look like a deadlock of threads.
@@ -86,6 +89,8 @@ class GroupWork(TorchWork):
             if self._gate is not None and not had_ended:
                 self._gate.release()
             end = self._end
+        if self._on_end is not None:
+            self._on_end(error)
         if end is not None:
             end.set_result(None)
 

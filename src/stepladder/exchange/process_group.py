@@ -26,6 +26,7 @@ from stepladder.exchange.routing import can_share
 from stepladder.exchange.shared_memory import SharedMemory
 from stepladder.exchange.wait import make_loss_error
 from stepladder.exchange.work import Tensors
+from stepladder.rank.flight_record import find_flight_record
 from stepladder.rank.torch_fixes import list_tcp_connections, shut_down_connections
 from stepladder.rank.torch_fixes_groups import record_collective
 from stepladder.rank.torch_fixes_store import make_store_of_one_group
@@ -83,6 +84,7 @@ class SharedMemoryGroup(TorchGroup):  # type: ignore[misc]
         self._gloo: ProcessGroupGloo | None = None
         self._names: Sequence[int] = ()  # the number by which messages name each rank
         self._connections = list_tcp_connections()  # of the process; then of the gloo group
+        self._flight_record = find_flight_record()
 
     def get_group_store(self) -> Store:
         """Return the store of this group."""
@@ -198,8 +200,12 @@ class SharedMemoryGroup(TorchGroup):  # type: ignore[misc]
             memory.waiter.set_timeout(timeout.total_seconds())
             yield from stages
 
-        with record_collective(f"gloo:{collective.title}", inputs):
-            return queue.start(run(), GroupWork(outputs), opts.asyncOp)
+        name = f"gloo:{collective.title}"
+        on_end = None
+        if self._flight_record is not None:
+            on_end = self._flight_record.begin(self.group_name, name, inputs)
+        with record_collective(name, inputs):
+            return queue.start(run(), GroupWork(outputs, on_end), opts.asyncOp)
 
     @property
     def _timeout(self) -> timedelta:

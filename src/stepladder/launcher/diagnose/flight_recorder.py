@@ -18,11 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from stepladder.rank.flight_record import DUMP_PREFIX_VARIABLE, OLD_DUMP_PREFIX_VARIABLE
 from stepladder.rank.progress import RING_SIZE, VARYING_SIZE, CallSite, RankProgress
 from stepladder.rank.stacks import Frame, find_user_frame
 
-DUMP_PREFIX_VARIABLE = "TORCH_FR_DUMP_TEMP_FILE"
-OLD_DUMP_PREFIX_VARIABLE = "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
 # In the names of collectives to which ranks may pass different sizes.
 NAMES_WITH_ANY_SIZE = ("all_to_all", "gather", "scatter", "send", "recv", "coalesced", "_v")
 
