@@ -19,6 +19,10 @@ import pytest
 from hang_kinds import SAID_BY_GLOO, SCRIPT
 from pages import documented_keys
 from processes import Started, refused, run, started, wait_until
+from stepladder.core.errors import InputError
+from stepladder.rank.stacks import Stack
+from stepladder.tools.explain import running_job
+from stepladder.tools.explain.running_job import find_job, find_ranks, observe_job
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 # A new interpreter, whose ranks are its children: what tests fork has them elsewhere.
@@ -99,6 +103,53 @@ def test_a_hang_of_spawned_ranks_is_explained_in_json_too(tmp_path: Path) -> Non
     assert found["stands_still"] and found["rank"] == 0 and "train()" in found["sentence"]
     assert [rank["rank"] for rank in found["ranks"]] == [0, 1]
     assert found.keys() == documented_keys("explain --pid")
+
+
+DEBUGGED = """
+import time
+import torch, torch.distributed as dist
+from torch._C._distributed_c10d import _WorkerServer
+from torch.distributed.debug._store import tcpstore_client
+
+def wait_alone():
+    time.sleep(1000)
+
+dist.init_process_group("gloo")
+dist.all_reduce(torch.ones(1))
+# What start_debug_server does on each rank. Its page, on rank 0, needs packages.
+server = _WorkerServer("::", 0)
+tcpstore_client().set(f"rank{dist.get_rank()}", f"http://127.0.0.1:{server.port}")
+if dist.get_rank() == 0:
+    wait_alone()
+dist.barrier()
+"""
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_torch_s_debug_server_answers_where_py_spy_may_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "train.py").write_text(DEBUGGED)
+
+    def refuse(pid: int) -> list[Stack]:
+        raise InputError(f"py-spy may not read process {pid}", "root")
+
+    monkeypatch.setattr(running_job, "_read_stacks", refuse)
+    said = ""
+
+    def is_said() -> bool:
+        nonlocal said
+        try:
+            state = observe_job(find_ranks(find_job(running.popen.pid)), 1)
+        except InputError as error:
+            said = error.problem
+            return False
+        said = str(state.explanation and state.explanation.sentence)
+        return "it is in wait_alone(), " in said and "the others wait in barrier" in said
+
+    with started("train.py", cwd=tmp_path, command=TORCHRUN, env=COLD) as running:
+        wait_until(is_said, lambda: said, every=0.25)
 
 
 @pytest.mark.ranks

@@ -22,6 +22,7 @@ from stepladder.tools.check.check import Report, Request, check
 from stepladder.tools.check.formats import json_of_report, sarif_of_report
 from stepladder.tools.check.rules.evidence import CHECK_TEXTS
 from stepladder.tools.findings.render import count_severities
+from stepladder.tools.lint.lint import find_warning_signal
 from stepladder.train.job_source import validate_not_job
 
 MAX_SHOWN_FINDINGS = 12
@@ -38,7 +39,8 @@ class CheckFlags:
         resume: End SCRIPT after its first snapshot, start it again, and compare.
         resume_args (ARGS): Do --resume, with more arguments for the start that resumes.
         preempt (N): Interrupt SCRIPT at N moments as a cluster does it, and start it again twice.
-        signal: The warning signal of --preempt, 20 s before SIGKILL.
+        signal: The warning signal of --preempt, 20 s before SIGKILL.  [default: that of a batch
+            script beside SCRIPT that names it, else TERM]
         gpus: Simulate GPUs from the first start on: torch.cuda.is_available() is True.
         root (DIR): Copy this folder, which holds the working folder.  [default: the working folder,
             or the Git repository if the script needs more]
@@ -58,7 +60,7 @@ class CheckFlags:
     resume: bool = False
     resume_args: str = ""
     preempt: Count | None = None
-    signal: Literal["TERM", "USR1"] = "TERM"
+    signal: Literal["TERM", "USR1"] | None = None
     gpus: bool = False
     root: Path | None = None
     static: bool = False
@@ -130,10 +132,16 @@ def make_request(script: Path, args: tuple[str, ...], flags: CheckFlags) -> Requ
         root=flags.root.resolve() if flags.root else None,
         resume_args=split_arguments(flags.resume_args),
         preempt=flags.preempt or 0,
-        preempt_signal=signal.Signals[f"SIG{flags.signal}"],
+        preempt_signal=_find_signal(script, flags),
         shows_notes=flags.notes,
         unsafe=flags.unsafe,
     )
+
+
+def _find_signal(script: Path, flags: CheckFlags) -> signal.Signals:
+    """Return the warning signal: of the flag, of a batch script, or SIGTERM."""
+    name = flags.signal or (flags.preempt and find_warning_signal(script)) or "TERM"
+    return getattr(signal.Signals, f"SIG{name}", signal.SIGTERM)
 
 
 def split_arguments(text: str) -> tuple[str, ...]:

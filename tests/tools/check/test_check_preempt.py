@@ -12,6 +12,7 @@ from check_recordings import MOVED, SAVED, evidence_of, forward, train_pass
 from preemptions import KINDS, write_script
 from processes import refused, run
 from stepladder.tools.check.preempt import Moment, choose_moments, find_begin
+from stepladder.tools.lint.lint import find_warning_signal
 
 MOMENTS = 4
 UNBROKEN = [(0, 1), (2, 3), (0, 1), (4, 5)]
@@ -70,6 +71,33 @@ def test_a_mistake_is_named_with_what_it_costs(kind: str, evidence: str, tmp_pat
 def test_another_signal_is_sent_if_asked(tmp_path: Path) -> None:
     kind = "right, stopped by USR1 too"
     code, seen, lines = check(kind, tmp_path, "--signal", "USR1")
+    assert (code, seen) == (0, []) and "(SIGUSR1): 0 steps lost" in lines[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("job.sbatch", "#SBATCH --signal=USR1@60\nsrun python train.py\n", "USR1"),
+        ("job.slurm", "#SBATCH --signal B:SIGTERM@120\nsrun python train.py\n", "TERM"),
+        ("job.sbatch", "#SBATCH --signal=USR1@60\nsrun python other.py\n", ""),
+        ("job.sbatch", "#SBATCH --nodes 2\nsrun python train.py\n", ""),
+        ("notes.txt", "#SBATCH --signal=USR1@60\nsrun python train.py\n", ""),
+    ],
+)
+def test_the_warning_signal_is_that_of_the_batch_script(
+    name: str, text: str, expected: str, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_text(f"#!/bin/bash\n{text}")
+    (tmp_path / "damaged.sh").write_bytes(b"\xff\xfe train.py")
+    assert find_warning_signal(tmp_path / "train.py") == expected
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_a_batch_script_says_which_signal_is_rehearsed(tmp_path: Path) -> None:
+    batch_script = "#!/bin/bash\n#SBATCH --signal=USR1@60\nsrun torchrun train.py\n"
+    (tmp_path / "job.sbatch").write_text(batch_script)
+    code, seen, lines = check("right, stopped by USR1 too", tmp_path)
     assert (code, seen) == (0, []) and "(SIGUSR1): 0 steps lost" in lines[1]
 
 

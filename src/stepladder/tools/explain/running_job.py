@@ -1,7 +1,8 @@
 """Why the ranks of a running job make no progress, whichever launcher has started them.
 
-py-spy reads the stacks of each rank from outside. A rank stands still if it waits for others at the
-same place at each look, and its main thread was not woken between them.
+py-spy reads the stacks of each rank from outside; where it may not, torch's debug server tells
+them, if the script has started one. A rank stands still if it waits for others at the same place at
+each look, and its main thread was not woken between them.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from stepladder.launcher.diagnose.explanation import Explanation
 from stepladder.launcher.diagnose.hang import explain_hang
 from stepladder.launcher.diagnose.rank_status import ProcessState, RankStatus
 from stepladder.rank.stacks import Stack, parse_py_spy
+from stepladder.tools.explain import debug_server
 
 NUM_LOOKS = 3
 # A loop of quick collectives is at one line at each look, and sleeps and wakes in each of them.
@@ -176,8 +178,10 @@ def observe_job(ranks: list[_RunningRank], seconds: float) -> JobState:
 
 def _inspect(rank: _RunningRank) -> RankStatus:
     process = rank.process
+    state = ProcessState.RUNNING
     try:
-        is_stopped = process.status() == "stopped"
+        if process.status() == "stopped":
+            state = ProcessState.STOPPED
         threads = _read_stacks(process.pid)
         workers = {
             child.pid: stacks[0]
@@ -186,9 +190,13 @@ def _inspect(rank: _RunningRank) -> RankStatus:
         }
     except psutil.NoSuchProcess:
         return RankStatus(rank.rank, process.pid, ProcessState.ENDED)
-    state = ProcessState.RUNNING
-    if is_stopped:
-        state = ProcessState.STOPPED
+    except InputError:
+        address = debug_server.find_address(rank.env, rank.rank)
+        threads = debug_server.read_stacks(address)
+        if not threads:
+            raise
+        progress = debug_server.read_progress(address)
+        return RankStatus(rank.rank, process.pid, state, progress, threads)
     return RankStatus(rank.rank, process.pid, state, threads=threads, workers=workers)
 
 

@@ -21,6 +21,7 @@ from stepladder.core.errors import InputError, as_input_error
 from stepladder.core.numbers import parse_whole_number
 from stepladder.tools.findings.finding import Catalogue, Finding, Location
 
+BATCH_SUFFIXES = (".sbatch", ".slurm", ".sh", ".batch")
 TORCH_AGENT = r"\b(?:torchrun|torch\.distributed\.(?:run|launch)|accelerate\s+launch)\b"
 AGENT_COMMAND = rf"(?:{TORCH_AGENT}|\bstepladder\s+(?:train|run)\b)"
 PROGRAM = re.compile(rf"{AGENT_COMMAND}|\b(?:python3?|bash|sh)\b")
@@ -198,6 +199,29 @@ def lint_script(path: Path) -> list[Finding]:
     return sorted(findings, key=lambda finding: finding.location.line)
 
 
+def find_warning_signal(script: Path) -> str:
+    """Return the signal by which a batch script beside a Python script warns it; "" without one.
+
+    That is one of the first batch script, by name, that names the Python script and has a warning
+    signal.
+    """
+    for path in sorted(script.absolute().parent.iterdir()):
+        if path.suffix not in BATCH_SUFFIXES or not path.is_file():
+            continue
+        with suppress(OSError, ValueError):
+            batch_script = _BatchScript(path, typed_file.read_file(path).decode())
+            name = _split_signal(batch_script.get_option("--signal"))[1]
+            if name and script.name in batch_script.code:
+                return name
+    return ""
+
+
+def _split_signal(value: str) -> tuple[str, str]:
+    """Return who gets the signal of an option --signal, such as "B", and the signal's name."""
+    target, _, name = value.partition("@")[0].replace("SIG", "").rpartition(":")
+    return target, name
+
+
 # -- rules -----------------------------------------------------------------------------------------
 
 
@@ -298,7 +322,7 @@ def _check_agent(script: _BatchScript, command: _Command, agent: str) -> Iterato
 def _check_signal(script: _BatchScript) -> Iterator[Finding]:
     """Find a warning signal that ends a job, or that nothing sees in time."""
     line, value = script.options.get("--signal", (1, ""))
-    target, _, name = value.partition("@")[0].replace("SIG", "").rpartition(":")
+    target, name = _split_signal(value)
     programs = [command for command in script.commands if PROGRAM.search(command.text)]
     is_replaced = any(command.text.lstrip().startswith("exec ") for command in programs)
     if is_replaced or not programs or not name.isalnum() or name.isdigit():
