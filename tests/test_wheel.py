@@ -170,6 +170,6 @@ def test_the_wheel_has_the_course(installed: Path, tmp_path: Path) -> None:
     )
     slides = "mine/lessons/make.py", "slides", "slides.html"
     done(installed / "python", *slides, cwd=tmp_path, env=env)
-    assert (tmp_path / "slides.html").read_text().count("<img ") == 14
+    assert (tmp_path / "slides.html").read_text().count("<img ") == 19
     packages = installed.parent.glob("lib/python*/site-packages/stepladder/lessons")
     assert not [path for folder in packages for path in folder.rglob("runs")]
