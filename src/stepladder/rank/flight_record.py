@@ -25,7 +25,7 @@ OLD_SIZE_VARIABLE = "TORCH_NCCL_TRACE_BUFFER_SIZE"
 EndCallback = Callable[[RuntimeError | None], None]
 
 
-class FlightRecord:
+class _FlightRecord:
     """The last collectives, which a collective that fails writes to a file.
 
     Args:
@@ -87,11 +87,11 @@ class FlightRecord:
 
 
 @cache
-def find_flight_record() -> FlightRecord | None:
+def find_flight_record() -> _FlightRecord | None:
     """Return the record of this process, if torch's variables ask for one with a file."""
     prefix = os.environ.get(DUMP_PREFIX_VARIABLE) or os.environ.get(OLD_DUMP_PREFIX_VARIABLE)
     text = os.environ.get(SIZE_VARIABLE) or os.environ.get(OLD_SIZE_VARIABLE) or ""
     size = parse_whole_number(text)
     if not prefix or not size:
         return None
-    return FlightRecord(prefix, size)
+    return _FlightRecord(prefix, size)
