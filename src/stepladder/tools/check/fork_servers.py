@@ -10,6 +10,8 @@ import subprocess
 import sys
 from contextlib import suppress
 
+import psutil
+
 from stepladder.tools.check.forked_rank import ForkRequest
 from stepladder.tools.probe.startup.sitecustomize import ATTACHED_AFTER_TORCH
 
@@ -134,17 +136,26 @@ class ForkedProcess:
                 os.killpg(self.server.pids[self.number], number)
 
     def kill_with_children(self) -> None:
-        """Kill all processes of the session that this process leads or has led."""
+        """Kill all processes of the session that this process leads or has led, and its children.
+
+        The ranks of a torchrun that the script has started lead sessions of their own.
+        """
         while self.number >= len(self.server.pids) and not self.server.is_over:
             self.server.receive(wait=True)
         if self.number >= len(self.server.pids):
             return
         pid = self.server.pids[self.number]
+        children: list[psutil.Process] = []
+        with suppress(psutil.NoSuchProcess):
+            children = psutil.Process(pid).children(recursive=True)
         try:
             os.killpg(pid, signal.SIGKILL)
         except ProcessLookupError:
             if self.code is None:  # it does not lead its session yet, or has ended just now
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
+        for child in children:
+            with suppress(psutil.NoSuchProcess):
+                child.kill()
         while self.code is None:
             self.server.receive(wait=True)
