@@ -23,6 +23,7 @@ from stepladder.launcher.diagnose.flight_recorder import (
 from stepladder.launcher.diagnose.hang import explain_hang
 from stepladder.launcher.diagnose.rank_status import RankStatus
 from stepladder.launcher.local.observed_ranks import ObservedRanks
+from stepladder.rank.flight_record import find_flight_record
 from stepladder.rank.progress import COLLECTIVE, NUM_SLOTS, PHASE, STARTING
 
 
@@ -194,3 +195,12 @@ def test_where_dumps_go_is_the_user_s_choice(
     assert make_dump_variable(tmp_path / "progress") == {}
     (tmp_path / "mine_1").touch()
     assert find_dumps(tmp_path / "progress", [0, 1]) == {1: tmp_path / "mine_1"}
+
+
+@pytest.mark.parametrize("size", ["", "0", "-5", "many"])
+def test_without_a_number_of_entries_nothing_is_recorded(
+    size: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(DUMP_PREFIX_VARIABLE, "dump")
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", size)
+    assert find_flight_record.__wrapped__() is None

@@ -91,7 +91,7 @@ def find_flight_record() -> _FlightRecord | None:
     """Return the record of this process, if torch's variables ask for one with a file."""
     prefix = os.environ.get(DUMP_PREFIX_VARIABLE) or os.environ.get(OLD_DUMP_PREFIX_VARIABLE)
     text = os.environ.get(SIZE_VARIABLE) or os.environ.get(OLD_SIZE_VARIABLE) or ""
-    size = parse_whole_number(text)
-    if not prefix or not size:
+    size = parse_whole_number(text, 1)
+    if not prefix or size is None:
         return None
     return _FlightRecord(prefix, size)

@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from datetime import timedelta
+from http.client import HTTPException
 from typing import Any
-from urllib.error import URLError
 from urllib.request import Request, urlopen
 
 from stepladder.launcher.diagnose.flight_recorder import infer_progress
@@ -65,6 +65,6 @@ def _ask(address: str, handler: str) -> str:
     try:
         with urlopen(request, timeout=TIMEOUT_S) as answer:
             text: str = answer.read().decode(errors="replace")
-    except (URLError, OSError):
+    except (OSError, HTTPException, ValueError):  # what answers there may be no server of torch
         return ""
     return text
