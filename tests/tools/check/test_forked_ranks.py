@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
+import psutil
 import pytest
 
+from processes import run
 from stepladder.tools.check.check import Report, Request, check
 
 LIKE_A_NEW_INTERPRETER = """
@@ -81,3 +84,19 @@ def test_the_traceback_of_a_script_has_its_own_frames_alone(tmp_path: Path) -> N
     lines = report.not_checked.output.splitlines()
     assert [line.split(", ")[1] for line in lines if "File" in line] == ["line 7", "line 5"]
     assert lines[-1] == "KeyError: 'of the script'"
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_what_a_script_starts_in_a_session_of_its_own_is_ended_with_it(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        "import subprocess, sys, time\n"
+        "command = [sys.executable, '-c', 'import time; time.sleep(600)']\n"
+        "child = subprocess.Popen(command, start_new_session=True)\n"
+        "print('child', child.pid, flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    done = run("check", "--timeout", 4, "train.py", cwd=tmp_path)
+    pids = {int(pid) for pid in re.findall(r"^child (\d+)$", done.stdout, re.MULTILINE)}
+    alive = {process.pid for process in psutil.process_iter() if process.status() != "zombie"}
+    assert pids and not pids & alive, done.stdout
