@@ -4,28 +4,43 @@ from __future__ import annotations
 
 import bz2
 import gzip
-import io
-import json
 import lzma
 import os
 import tarfile
-from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
-import torch
-from PIL import Image
 
 from data_files import write_mds
-from stepladder import InputError, Loader, open_data
-from stepladder.data.table import Ragged
-
-Make = Callable[[Path], Any]
+from file_makers import (
+    ONE,
+    TWO,
+    Make,
+    array,
+    csv,
+    cut,
+    files,
+    hard_link,
+    image,
+    jsonl,
+    link,
+    mds,
+    pages,
+    photo,
+    read_all,
+    saved,
+    steps,
+    table,
+    tar,
+    tar_link,
+    to_list,
+    tokens,
+    write_split,
+)
+from stepladder import InputError, open_data
 
 
 @pytest.fixture(autouse=True)
@@ -33,186 +48,6 @@ def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
 
 
-def files(**contents: str | bytes) -> Make:
-    """Write files, in whose names "__" is a slash and "_dot_" a dot."""
-
-    def make(folder: Path) -> None:
-        for name, content in contents.items():
-            path = folder / name.replace("__", "/").replace("_dot_", ".")
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(content if isinstance(content, bytes) else content.encode())
-
-    return make
-
-
-def steps(*makes: Make) -> Make:
-    return lambda folder: [make(folder) for make in makes] and None
-
-
-def link(name: str, target: str) -> Make:
-    def make(folder: Path) -> None:
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.symlink_to(target)
-
-    return make
-
-
-def hard_link(name: str, target: str) -> Make:
-    return lambda folder: (folder / name).hardlink_to(folder / target)
-
-
-def csv(text: str | bytes, name: str = "a_dot_csv") -> Make:
-    return files(**{name: text})
-
-
-def jsonl(text: str | bytes) -> Make:
-    return files(a_dot_jsonl=text)
-
-
-def tar(*members: tuple[str, bytes], cut: int | None = None, tail: bytes = b"") -> Make:
-    """Write a tar file.
-
-    Args:
-        members: The names and the contents.
-        cut: How many bytes of the file stay.
-        tail: What follows them.
-    """
-
-    def make(folder: Path) -> None:
-        buffer = io.BytesIO()
-        with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as archive:
-            for name, content in members:
-                info = tarfile.TarInfo(name)
-                info.size = len(content)
-                archive.addfile(info, io.BytesIO(content))
-        (folder / "a.tar").write_bytes(buffer.getvalue()[:cut] + tail)
-
-    return make
-
-
-def tar_link(kind: bytes) -> Make:
-    def make(folder: Path) -> None:
-        with tarfile.open(folder / "a.tar", "w") as archive:
-            archive.addfile(tarfile.TarInfo("0.txt"))
-            info = tarfile.TarInfo("1.txt")
-            info.type = kind
-            info.linkname = "0.txt"
-            archive.addfile(info)
-
-    return make
-
-
-def table(name: str = "a.parquet", **columns: Any) -> Make:
-    def make(folder: Path) -> None:
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        pq.write_table(pa.table(columns), path)
-
-    return make
-
-
-def array(value: Any, tail: bytes = b"") -> Make:
-    def make(folder: Path) -> None:
-        with (folder / "a.npy").open("wb") as file:
-            np.save(file, value)
-            file.write(tail)
-
-    return make
-
-
-def image(name: str, mode: str = "RGB", size: tuple[int, int] = (2, 1), **options: Any) -> Make:
-    def make(folder: Path) -> None:
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        Image.new(mode, size).save(path, **options)
-
-    return make
-
-
-def pages(folder: Path) -> None:
-    """Write an image of two pages."""
-    (folder / "a").mkdir()
-    page = Image.new("RGB", (2, 1))
-    page.save(folder / "a" / "0.tif", save_all=True, append_images=[page])
-
-
-def photo(second_size: tuple[int, int]) -> Make:
-    """Write a photo with a second picture of some size in it, as telephones do."""
-
-    def make(folder: Path) -> None:
-        (folder / "a").mkdir()
-        second = Image.new("RGB", second_size)
-        first = Image.new("RGB", (16, 8))
-        first.save(folder / "a/0.jpg", format="MPO", save_all=True, append_images=[second])
-
-    return make
-
-
-def mds(names: int, shards: int) -> Make:
-    """Write a folder of MDS, whose index names its first shard some times, and copy the shard.
-
-    Args:
-        names: How often the index names the shard.
-        shards: How many files there are.
-    """
-
-    def make(folder: Path) -> None:
-        write_mds(folder)
-        index = json.loads((folder / "index.json").read_text())
-        for path in folder.glob("*.mds"):
-            if path.name != index["shards"][0]["raw_data"]["basename"]:
-                path.unlink()
-        index["shards"] = index["shards"][:1] * names
-        (folder / "index.json").write_text(json.dumps(index))
-        for number in range(1, shards):
-            content = (folder / "shard.00000.mds").read_bytes()
-            (folder / f"shard.{number:05d}.mds").write_bytes(content)
-
-    return make
-
-
-def cut(make: Make, name: str, num_bytes: int) -> Make:
-    """Cut the last bytes of a file."""
-
-    def cut_file(folder: Path) -> None:
-        make(folder)
-        path = folder / name
-        path.write_bytes(path.read_bytes()[:-num_bytes])
-
-    return cut_file
-
-
-def saved(*names: str, listed: tuple[str, ...], **state: Any) -> Make:
-    """Write a folder as save_to_disk does: each file has a row with its number."""
-
-    def make(folder: Path) -> None:
-        for number, name in enumerate(names):
-            rows = pa.table({"x": [number]})
-            with (
-                pa.OSFile(str(folder / name), "wb") as file,
-                pa.ipc.new_stream(file, rows.schema) as out,
-            ):
-                out.write_table(rows)
-        entries = [{"filename": name} for name in listed]
-        (folder / "state.json").write_text(json.dumps({"_data_files": entries, **state}))
-
-    return make
-
-
-def tokens(*values: int, dtype: str = "<u2", tail: bytes = b"") -> Make:
-    return lambda folder: (
-        (folder / "a.bin").write_bytes(np.array(values, dtype).tobytes() + tail) and None
-    )
-
-
-def write_split(folder: Path) -> None:
-    folder.mkdir()
-    write_mds(folder)
-
-
-ONE = '{"x": 1}\n'
-TWO = '{"x": 2}\n'
 SAMPLES = (("0.txt", b"zero"), ("0.cls", b"0"), ("1.txt", b"one"), ("1.cls", b"1"))
 
 # What makes the files, arguments of open_data, and the columns of all rows.
@@ -638,23 +473,6 @@ REFUSED: dict[str, tuple[Make, dict[str, Any], str]] = {
 }
 
 
-def read_all(folder: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return all rows, each read with its neighbour."""
-    monkeypatch.chdir(folder)
-    options = dict(options)
-    source = open_data(options.pop("path", str(folder)), **options)
-    return source, source.read(np.arange(len(source)))
-
-
-def to_list(column: Any) -> list[Any]:
-    if isinstance(column, Ragged):
-        edges = np.asarray(column.offsets).tolist()
-        return [np.asarray(column.values)[lo:hi].tolist() for lo, hi in pairwise(edges)]
-    if isinstance(column, (np.ndarray, torch.Tensor)):
-        return list(column.tolist())
-    return list(column)
-
-
 @pytest.mark.parametrize("kind", RIGHT)
 def test_a_kind_of_files_has_the_right_rows(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -709,95 +527,3 @@ def test_a_column_of_identifiers_of_64_bits_is_not_rounded(form: str, tmp_path: 
     jsonl(f'{{"x": {form.format(2**64 - 1)}}}\n{{"x": {form.format(2)}}}\n')(tmp_path)
     with pytest.raises(InputError, match=r"record 0: x .* too large for int64"):
         open_data(tmp_path).read(np.arange(2))
-
-
-# -- the same files as those that a state or a run was begun with ----------------------------------
-
-
-def make_loader(folder: Path) -> Loader:
-    return Loader(open_data(folder, columns=["x"]), global_batch=2)
-
-
-def write_two(folder: Path, second: int = 3) -> None:
-    folder.mkdir(exist_ok=True)
-    files(a_dot_jsonl=ONE + TWO, b_dot_jsonl=ONE + f'{{"x": {second}}}\n')(folder)
-
-
-def test_a_state_is_of_the_contents_of_files(tmp_path: Path) -> None:
-    write_two(tmp_path / "data")
-    loader = make_loader(tmp_path / "data")
-    next(iter(loader))
-    state = json.loads(json.dumps(loader.state_dict()))
-    loader.close()
-    (tmp_path / "data").rename(tmp_path / "moved")
-    make_loader(tmp_path / "moved").load_state_dict(state)
-    write_two(tmp_path / "moved", second=4)
-    with pytest.raises(InputError, match=r"b\.jsonl has other contents than the Loader"):
-        make_loader(tmp_path / "moved").load_state_dict(state)
-    (tmp_path / "moved" / "b.jsonl").unlink()
-    (tmp_path / "moved" / "a.jsonl").write_text((ONE + TWO) * 2)
-    with pytest.raises(InputError, match="the Loader's state has 2 files of data, now 1"):
-        make_loader(tmp_path / "moved").load_state_dict(
-            state | make_loader(tmp_path / "moved").state_dict() | {"files": state["files"]}
-        )
-
-
-def test_a_state_of_images_is_of_their_names_and_contents(tmp_path: Path) -> None:
-    image("a/0.png")(tmp_path)
-    image("b/0.png")(tmp_path)
-    state = Loader(open_data(tmp_path, columns=["label"]), 2).state_dict()
-    image("b/0.png", size=(1, 2))(tmp_path)
-    with pytest.raises(InputError, match=r"b/0\.png has other contents"):
-        Loader(open_data(tmp_path, columns=["label"]), 2).load_state_dict(state)
-
-
-def test_large_files_are_known_again_by_samples(tmp_path: Path) -> None:
-    path = tmp_path / "a.npy"
-    numbers = np.arange(1 << 19)
-    np.save(path, numbers)
-    before = open_data(path).contents
-    numbers[0] += 1
-    np.save(path, numbers)
-    assert open_data(path).contents != before
-
-
-def test_names_that_are_no_text_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (b"\xff.jsonl", b"\xfe.jsonl"):
-        (tmp_path / os.fsdecode(name)).write_text(ONE)
-    source, batch = read_all(tmp_path, {}, monkeypatch)
-    assert batch["x"].tolist() == [1, 1]
-    assert source.fingerprint
-    state = Loader(source, 2).state_dict()
-    Loader(open_data(tmp_path), 2).load_state_dict(json.loads(json.dumps(state)))
-
-
-def test_images_whose_names_are_no_text_are_read(tmp_path: Path) -> None:
-    folder = tmp_path / os.fsdecode(b"\xff")
-    folder.mkdir()
-    Image.new("RGB", (2, 1)).save(folder / "0.png")
-    assert open_data(tmp_path).read(np.arange(1))["image"].shape == (1, 1, 2, 3)
-
-
-def test_an_index_belongs_to_the_way_in_which_a_file_is_read(tmp_path: Path) -> None:
-    """The same lines are rows of JSON, and of CSV with and without a header."""
-    path = tmp_path / "a.csv"
-    path.write_text("x\n1\n2\n")
-    assert len(open_data(path)) == 2
-    assert len(open_data(path, header=["y"])) == 3
-    path.write_text('{"x": 1}\n{"x": 2}\n')
-    assert len(open_data(path, format="jsonl")) == 2
-    assert len(open_data(path)) == 1
-
-
-def test_columns_in_another_order_are_seen_with_an_index(tmp_path: Path) -> None:
-    files(a_dot_csv="x,y\n1,2\n", b_dot_csv="y,x\n1,2\n")(tmp_path)
-    for name in ("a.csv", "b.csv"):
-        open_data(tmp_path / name)
-    with pytest.raises(InputError, match="other columns"):
-        open_data(tmp_path)
-
-
-def test_a_check_finds_records_that_a_training_would_refuse(tmp_path: Path) -> None:
-    jsonl(ONE + '{"y": 1}\n{"x": 1, "y": 2}\n')(tmp_path)
-    reasons = [damage.reason for damage in open_data(tmp_path).find_damage()]
-    assert reasons == ["it has no x", "it has y, and the first record has not"]
