@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
+import socket
 from pathlib import Path
 
-import psutil
 import pytest
 
-from processes import run
+from processes import SECONDS, run
 from stepladder.tools.check.check import Report, Request, check
 
 LIKE_A_NEW_INTERPRETER = """
@@ -89,14 +88,28 @@ def test_the_traceback_of_a_script_has_its_own_frames_alone(tmp_path: Path) -> N
 @pytest.mark.slow
 @pytest.mark.ranks
 def test_what_a_script_starts_in_a_session_of_its_own_is_ended_with_it(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(
-        "import subprocess, sys, time\n"
-        "command = [sys.executable, '-c', 'import time; time.sleep(600)']\n"
-        "child = subprocess.Popen(command, start_new_session=True)\n"
-        "print('child', child.pid, flush=True)\n"
-        "time.sleep(600)\n"
-    )
-    done = run("check", "--timeout", 4, "train.py", cwd=tmp_path)
-    pids = {int(pid) for pid in re.findall(r"^child (\d+)$", done.stdout, re.MULTILINE)}
-    alive = {process.pid for process in psutil.process_iter() if process.status() != "zombie"}
-    assert pids and not pids & alive, done.stdout
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        child = (
+            f"import socket; connection = socket.create_connection({server.getsockname()}); "
+            "print(flush=True); connection.recv(1)"
+        )
+        (tmp_path / "train.py").write_text(
+            "import subprocess, sys, torch\n"
+            f"command = [sys.executable, '-c', {child!r}]\n"
+            "child = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)\n"
+            "child.stdout.readline()\n"
+            "torch.distributed.init_process_group('gloo')\n"
+            "model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))\n"
+            "optimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
+            "while True:\n"
+            "    optimizer.zero_grad()\n"
+            "    model(torch.ones(4, 2)).sum().backward()\n"
+            "    optimizer.step()\n"
+        )
+        done = run("check", "--steps", 2, "train.py", cwd=tmp_path)
+        server.settimeout(SECONDS)
+        for _ in range(2):  # one child of each rank has connected: what is left is its end
+            connection, _ = server.accept()
+            with connection:
+                connection.settimeout(SECONDS)
+                assert connection.recv(1) == b"", done.stdout

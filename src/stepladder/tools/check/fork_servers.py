@@ -97,9 +97,11 @@ class ForkServer:
                 self.pids.append(pid)
 
     def close(self) -> None:
-        """End the server; its forks end with it."""
-        self.connection.close()
+        """End the server, its forks, and what they have left behind."""
+        left = find_descendants(self.process.pid)
         self.process.kill()
+        kill_all(left)
+        self.connection.close()
         self.process.wait()
 
 
@@ -145,17 +147,26 @@ class ForkedProcess:
         if self.number >= len(self.server.pids):
             return
         pid = self.server.pids[self.number]
-        children: list[psutil.Process] = []
-        with suppress(psutil.NoSuchProcess):
-            children = psutil.Process(pid).children(recursive=True)
+        children = find_descendants(pid)
         try:
             os.killpg(pid, signal.SIGKILL)
         except ProcessLookupError:
             if self.code is None:  # it does not lead its session yet, or has ended just now
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-        for child in children:
-            with suppress(psutil.NoSuchProcess):
-                child.kill()
+        kill_all(children)
         while self.code is None:
             self.server.receive(wait=True)
+
+
+def find_descendants(pid: int) -> list[psutil.Process]:
+    try:
+        return psutil.Process(pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+
+
+def kill_all(processes: list[psutil.Process]) -> None:
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()

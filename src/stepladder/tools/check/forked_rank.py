@@ -24,6 +24,7 @@ from types import ModuleType, TracebackType
 from typing import Any
 
 from stepladder.tools.check.isolation.enter import Entry, enter
+from stepladder.tools.check.isolation.kernel import adopt_orphans
 from stepladder.tools.probe.startup import sitecustomize
 
 PRELOADED = (
@@ -73,6 +74,8 @@ class ForkRequest:
 
 def main(descriptor: int) -> None:
     """Fork a rank for each request that comes from a socket, and run the script in the fork."""
+    if sys.platform == "linux":
+        adopt_orphans()  # the checker finds and kills them in the end
     gc.disable()  # saves a fifth of the time that torch's import takes
     for name in PRELOADED:
         importlib.import_module(name)

@@ -33,6 +33,7 @@ MOUNT_ATTR_RDONLY = 1
 AT_FDCWD = -100
 AT_RECURSIVE = 0x8000
 PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
 PR_CAPBSET_DROP = 24
 PR_SET_NO_NEW_PRIVS = 38
 CAPABILITY_VERSION_3 = 0x20080522
@@ -195,6 +196,11 @@ def drop_capabilities() -> None:
     for index in range(3):
         sets[index] &= kept
     check_result(libc.capset(header, sets), "capset")
+
+
+def adopt_orphans() -> None:
+    """Become the parent of what descendants of this process leave behind when they end."""
+    libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def die_with_parent(parent: int) -> None:
