@@ -160,10 +160,10 @@ class ForkedProcess:
 
 
 def find_descendants(pid: int) -> list[psutil.Process]:
-    try:
-        return psutil.Process(pid).children(recursive=True)
-    except psutil.NoSuchProcess:
-        return []
+    descendants: list[psutil.Process] = []
+    with suppress(psutil.NoSuchProcess):
+        descendants = psutil.Process(pid).children(recursive=True)
+    return descendants
 
 
 def kill_all(processes: list[psutil.Process]) -> None:
