@@ -11,7 +11,7 @@ SHAKESPEARE ?= data/shakespeare
 DEVICE ?= cuda
 SEED ?= 1
 MINUTES ?= 10
-CASES ?= 3
+CASES ?= 2
 VERSION := -c 'import sys; print("-python-%d.%d" % sys.version_info[:2])' 2>/dev/null || echo -python-none
 ifneq ($(origin PYTHON),file)  # a second line is the version of PYTHON, which is not that of .venv
 OTHER := $(shell [ ! -x .venv/bin/python ] || { .venv/bin/python $(VERSION); $(PYTHON) $(VERSION); } | uniq | sed -n 2p)
@@ -29,7 +29,7 @@ help:
 	@echo "make demo       train handwritten digits on two processes: installation included, about two minutes"
 	@echo "make test       the tests: about five minutes on two cores; TORCH=2.15.0 tests with that version of torch"
 	@echo "make test-skipped  what the last make test skipped, after an installation of Slurm, sshd or chromium"
-	@echo "make test-slow  those that take longer, three cases of each, more than half an hour on two cores; all cases: CASES=0"
+	@echo "make test-slow  those that take longer, two cases of each, half an hour on two cores; all cases: CASES=0"
 	@echo "make check      lint, types and tests, as before every change"
 	@echo "make lessons    every lesson, every exercise and every solution: about five minutes"
 	@echo "make site       the documentation as a web site, in site/"

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from pages import EXAMPLES, REPOSITORY, Block, blocks, missing_lines, run_block
+from pages import REPOSITORY, Block, blocks, missing_lines, run_block
 
 README = REPOSITORY / "README.md"
 LONGEST = 110
@@ -38,12 +37,21 @@ def test_each_door_shows_its_output() -> None:
 
 @pytest.mark.ranks
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [0, 1], ids=["a script for one process", "a run that is killed"])
-def test_a_door_prints_what_is_shown(number: int, tmp_path: Path) -> None:
-    block = doors("run")[number]
-    shutil.copytree(EXAMPLES, tmp_path / "docs" / "examples")
+def test_a_run_that_is_killed_prints_what_is_shown(tmp_path: Path) -> None:
+    _, block = doors("run")
     printed = run_block(block, tmp_path)
     assert missing_lines(block.output, printed) == [], printed
+
+
+def test_the_conversion_is_that_of_its_page() -> None:
+    """The page's own test runs it, which takes a minute and a half."""
+    door, _ = doors("run")
+    page = [block for block in blocks(REPOSITORY / "docs" / "convert.md") if block.mark == "run"]
+    commands = [line for block in page for line in block.text.splitlines()]
+    converts, runs = [line for line in door.text.splitlines() if line.startswith("stepladder")]
+    assert converts.partition(";")[0] in commands and runs in commands
+    shown = {line.strip() for block in page for line in block.output.splitlines()}
+    assert {line.strip() for line in door.output.splitlines()} <= shown
 
 
 @pytest.mark.ranks
