@@ -1,4 +1,4 @@
-"""Run a few cases of each slow test that has many: `pytest -m slow --cases 3`.
+"""Run a few cases of each slow test that has many: `pytest -m slow --cases 2`.
 
 A plugin of conftest.py. The cases of one test share its mechanism: those that are spread evenly
 over them find what breaks it. All of them run by hand.

@@ -46,12 +46,11 @@ def test_a_run_that_is_killed_prints_what_is_shown(tmp_path: Path) -> None:
 def test_the_conversion_is_that_of_its_page() -> None:
     """The page's own test runs it, which takes a minute and a half."""
     door, _ = doors("run")
-    page = [block for block in blocks(REPOSITORY / "docs" / "convert.md") if block.mark == "run"]
-    commands = [line for block in page for line in block.text.splitlines()]
+    page = (REPOSITORY / "docs" / "convert.md").read_text()
+    lines = {line.strip() for line in page.splitlines()}
     converts, runs = [line for line in door.text.splitlines() if line.startswith("stepladder")]
-    assert converts.partition(";")[0] in commands and runs in commands
-    shown = {line.strip() for block in page for line in block.output.splitlines()}
-    assert {line.strip() for line in door.output.splitlines()} <= shown
+    shown = {line.strip() for line in door.output.splitlines()}
+    assert {converts.partition(";")[0], runs} | shown <= lines
 
 
 @pytest.mark.ranks
