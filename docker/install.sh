@@ -7,7 +7,7 @@
 # EXTRAS: as in pyproject.toml.
 set -eu
 
-EXTRAS=${EXTRAS:-recipes}
+EXTRAS=${EXTRAS:-recipes,tensorboard,hdf5}
 
 install() {
     python -m pip install --no-cache-dir --disable-pip-version-check --root-user-action ignore -c constraints.txt "$@"

@@ -18,7 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stepladder import InputError, Job
+from stepladder import Job
+from stepladder.core.extras import import_extra
 from stepladder.core.numbers import validate_range
 from stepladder.recipes._schedules import count_steps, one_cycle
 
@@ -69,13 +70,8 @@ def build(config: Config) -> Job:
 
 def _load_images() -> tuple[Tensor, Tensor]:
     """Return images, shape (1797, 1, 8, 8) with values in 0..1, and labels, shape (1797,)."""
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError as error:
-        raise InputError(
-            "recipe digits needs scikit-learn", "pip install 'stepladder[recipes]'"
-        ) from error
-    digits = load_digits()
+    datasets = import_extra("sklearn.datasets", "recipe digits needs scikit-learn", "recipes")
+    digits = datasets.load_digits()
     images = torch.from_numpy(digits.images).float().div(16).unsqueeze(1)
     labels = torch.from_numpy(digits.target).long()
     return images, labels

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
+from stepladder.core.extras import import_extra
 from stepladder.core.masking import split_secrets
 from stepladder.rank.exit_record import END_FILE_NAME
 from stepladder.slurm.batch_job import CONTROL_CHARACTER, BatchJob
@@ -25,12 +26,15 @@ RANK_VARIABLES = (
 
 
 def render_batch_script(job: BatchJob) -> str:
-    """Return the batch script of a job."""
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined  # late: it takes 50 ms
+    """Return the batch script of a job.
 
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        undefined=StrictUndefined,
+    Raises:
+        InputError: jinja2 is not installed, which torch brings.
+    """
+    jinja2 = import_extra("jinja2", "a batch script needs jinja2", "report")
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
@@ -38,7 +42,7 @@ def render_batch_script(job: BatchJob) -> str:
     filters = {"quote": shlex.quote, "one_line": partial(CONTROL_CHARACTER.sub, "?")}
     environment.filters.update(filters)
     kind, *arguments = job.command
-    return environment.get_template("job.sbatch").render(
+    script: str = environment.get_template("job.sbatch").render(
         job=job,
         kind=kind,
         arguments=" ".join(argument for argument, _ in _quote_arguments(arguments)),
@@ -49,6 +53,7 @@ def render_batch_script(job: BatchJob) -> str:
         nodes=_format_nodes(job),
         rank_variables=f"{RANK_VARIABLES}{job.nproc}",
     )
+    return script
 
 
 def _format_nodes(job: BatchJob) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from os import fsdecode
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from stepladder.core.errors import InputError, as_input_error
+from stepladder.core.extras import import_extra
 from stepladder.data.readers.batches import Decode
 from stepladder.data.readers.block_cache import CACHE_BYTES, BlockCache
 from stepladder.data.readers.companions import (
@@ -245,12 +245,8 @@ def _open_files(
     file_format: _FileFormat, files: list[DataFile], options: OpenOptions
 ) -> OpenedSource:
     """Return the source of files of one format, whose module may need a library."""
-    try:
-        module = importlib.import_module(f"stepladder.data.readers.{file_format.module}")
-    except ImportError as error:
-        raise InputError(
-            f"{files[0].name} needs pyarrow", "pip install 'stepladder[parquet]'"
-        ) from error
+    name = f"stepladder.data.readers.{file_format.module}"
+    module = import_extra(name, f"{files[0].name} needs pyarrow", "parquet")
     source: OpenedSource = getattr(module, file_format.function)(files, options)
     return source
 

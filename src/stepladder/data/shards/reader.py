@@ -18,7 +18,7 @@ import xxhash
 from stepladder.core.errors import InputError, to_one_line
 from stepladder.core.order import IndexArray
 from stepladder.data.shards.dataset import Shards
-from stepladder.data.shards.shard import H5_ERRORS, SHARD_INDEX, Shard, shards_error
+from stepladder.data.shards.shard import H5_ERRORS, SHARD_INDEX, Shard, open_h5, shards_error
 from stepladder.data.table import Column, Ragged, concatenate_blocks
 
 MAX_OPEN_FILES = 32
@@ -200,10 +200,8 @@ class ShardReader:
 
     def _extent(self, shard_index: int, name: str) -> _Extent:
         if (shard_index, name) not in self.extents:
-            import h5py
-
             shard = self.shards.shards[shard_index]
-            with h5py.File(shard.find(), "r", locking=False) as h5:
+            with open_h5(shard.find()) as h5:
                 for column_name, column in self.shards.columns.items():
                     if not column.is_list:
                         dataset = h5[column_name]
@@ -215,9 +213,7 @@ class ShardReader:
         return io.FileIO(self.shards.shards[shard_index].find())
 
     def _open_h5(self, shard_index: int) -> Any:
-        import h5py
-
-        return h5py.File(self.shards.shards[shard_index].find(), "r", locking=False)
+        return open_h5(self.shards.shards[shard_index].find())
 
 
 def validate_process(process: int, source: object) -> None:

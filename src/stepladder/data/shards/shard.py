@@ -6,10 +6,12 @@ import math
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from stepladder.core.errors import InputError
+from stepladder.core.extras import import_extra
 from stepladder.data.local_files import make_change_error
 
 SHARD_INDEX = "index.json"
@@ -19,6 +21,15 @@ H5_SUFFIXES = (".h5", ".hdf5")
 RECOMMENDED_CHUNK_BYTES = 400_000
 # What h5py raises on a damaged file.
 H5_ERRORS = (OSError, KeyError, RuntimeError, ValueError, TypeError)
+
+
+def open_h5(path: Path) -> Any:
+    """Open an HDF5 file for reading, which several processes may do at once."""
+    return import_h5py().File(path, "r", locking=False)
+
+
+def import_h5py() -> Any:
+    return import_extra("h5py", "HDF5 files need h5py", "hdf5")
 
 
 @dataclass(frozen=True)

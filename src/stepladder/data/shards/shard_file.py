@@ -17,6 +17,7 @@ import xxhash
 
 from stepladder.core import durable
 from stepladder.data.local_files import compute_sha256
+from stepladder.data.shards.shard import import_h5py
 from stepladder.data.table import Block, Column, Ragged, Table, count_rows
 
 CONTINUE_HINT = (
@@ -68,13 +69,11 @@ def _write_h5(
     path: Path, table: Table, settings: ShardSettings, chunks: Iterable[Block]
 ) -> dict[str, Any]:
     """Write chunks into a new HDF5 file; return its rows, list bytes and checksums."""
-    import h5py
-
     rows = 0
     list_bytes = 0
     checksums: dict[str, list[int]] = {name: [] for name in table.columns}
     with _DiskFile(path) as file:
-        with h5py.File(file, "w") as h5:
+        with import_h5py().File(file, "w") as h5:
             writers: dict[str, _ArrayWriter | _ListWriter] = {}
             for name, column in table.columns.items():
                 writer_class = _ListWriter if column.is_list else _ArrayWriter

@@ -13,6 +13,7 @@ from stepladder.data.shards.shard import (
     H5_SUFFIXES,
     Shard,
     find_h5_files,
+    open_h5,
     recommend_chunk_rows,
     shards_error,
 )
@@ -72,12 +73,10 @@ def _validate_same_columns(
 
 
 def _inspect_file(file: Path, names: tuple[str, ...] | None) -> tuple[dict[str, Column], Shard]:
-    import h5py
-
     modified_ns = file.stat().st_mtime_ns
     with (
         as_input_error(f"cannot read {file} as HDF5", "write the file again", H5_ERRORS),
-        h5py.File(file, "r", locking=False) as h5,
+        open_h5(file) as h5,
     ):
         arrays = {name: array for name, array in h5.items() if not names or name in names}
         columns = {name: _find_column(file, name, array) for name, array in arrays.items()}
@@ -109,11 +108,9 @@ def _validate_sources(file: Path, array: Any) -> None:
     Raises:
         OSError: A file or an array is not there.
     """
-    import h5py
-
     for source in array.virtual_sources() if array.is_virtual else ():
         path = file if source.file_name == "." else file.parent / source.file_name
-        with h5py.File(path, "r", locking=False) as h5:
+        with open_h5(path) as h5:
             if source.dset_name not in h5:
                 raise OSError(f"{path} has no {source.dset_name}")
 

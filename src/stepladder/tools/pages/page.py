@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
-if TYPE_CHECKING:
-    from jinja2 import Environment
+from stepladder.core.extras import import_extra
 
 GENERATOR = b'content="stepladder"'  # in the head of every page
 
 
 def render_page(template: str, **values: object) -> str:
     """Return a template of this folder as text; the values are escaped."""
-    return make_environment().get_template(template).render(values)
+    page: str = make_environment().get_template(template).render(values)
+    return page
 
 
-def make_environment() -> Environment:
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined  # late: 50 ms
-
-    return Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
+def make_environment() -> Any:
+    jinja2 = import_extra("jinja2", "pages need jinja2", "report")
+    return jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=True,
-        undefined=StrictUndefined,
+        undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,

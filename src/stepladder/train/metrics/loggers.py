@@ -22,6 +22,7 @@ from typing import Any, Protocol, TypeVar
 from stepladder.core import durable, typed_file
 from stepladder.core.console import print_message
 from stepladder.core.errors import InputError, get_text
+from stepladder.core.extras import import_extra
 from stepladder.core.masking import mask_arguments
 from stepladder.core.plugins import load_plugin
 from stepladder.core.settings import LOGGER_GROUP
@@ -102,9 +103,9 @@ class SafeLogger:
         except Exception as error:  # a server, or the user's own logger, may raise anything
             self.logger = None
             message = get_text(error).partition("\n")[0]
-            print_message(
-                f"{self.name} is off, training goes on: {type(error).__name__}: {message}"
-            )
+            if not isinstance(error, InputError):
+                message = f"{type(error).__name__}: {message}"
+            print_message(f"{self.name} is off, training goes on: {message}")
             return None
 
 
@@ -201,6 +202,10 @@ class Mlflow:
         self.client.set_terminated(self.id, "FAILED" if sys.exc_info()[0] else "FINISHED")
 
 
+def _import_tensorboard(module: str) -> Any:
+    return import_extra(f"tensorboard.{module}", "the curves need tensorboard", "tensorboard")
+
+
 class TensorBoard:
     """An event file in a folder.
 
@@ -213,24 +218,22 @@ class TensorBoard:
     @cached_property
     def writer(self) -> Any:
         """The event file, made late: the import takes 0.2 s, and a short run may log nothing."""
-        from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.summary.writer.record_writer import RecordWriter
-
+        events = _import_tensorboard("compat.proto.event_pb2")
+        records = _import_tensorboard("summary.writer.record_writer")
         self.folder.mkdir(parents=True, exist_ok=True)
         process = f"{socket.gethostname()}.{os.getpid()}"
         name = f"events.out.tfevents.{time.time():.0f}.{process}.{time.monotonic_ns()}"
-        writer = RecordWriter((self.folder / name).open("xb", buffering=0))
-        header = Event(wall_time=time.time(), file_version="brain.Event:2")
+        writer = records.RecordWriter((self.folder / name).open("xb", buffering=0))
+        header = events.Event(wall_time=time.time(), file_version="brain.Event:2")
         writer.write(header.SerializeToString())
         return writer
 
     def log(self, step: int, values: dict[str, float]) -> None:
         """Log scalars by name."""
-        from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
-        scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
-        event = Event(wall_time=time.time(), step=step, summary=Summary(value=scalars))
+        events = _import_tensorboard("compat.proto.event_pb2")
+        summary = _import_tensorboard("compat.proto.summary_pb2").Summary
+        scalars = [summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        event = events.Event(wall_time=time.time(), step=step, summary=summary(value=scalars))
         self.writer.write(event.SerializeToString())
 
     def close(self) -> None:
