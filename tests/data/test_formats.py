@@ -20,7 +20,7 @@ from nginx import serve
 from processes import run
 from stepladder import InputError, open_data
 from stepladder.data.readers import json_values, lines
-from stepladder.data.readers.open_data import OpenedSource
+from stepladder.data.readers.file_rows import OpenedSource
 from stepladder.testing import check_source
 
 INDICES = np.array([ROWS - 1, 3, 81, 80, 3])

@@ -12,8 +12,9 @@ from stepladder.core.errors import InputError
 from stepladder.data import idx
 from stepladder.data.local_files import compute_sha256, validate_readable
 from stepladder.data.movielens.ratings import find_file, read_ratings
+from stepladder.data.readers.file_rows import OpenedSource
 from stepladder.data.readers.listing import list_names
-from stepladder.data.readers.open_data import TOKENS, OpenedSource, find_format, open_data
+from stepladder.data.readers.open_data import TOKENS, find_format, open_data
 from stepladder.data.shards.array_files import npz_table, read_idx_magic
 from stepladder.data.shards.dataset import Shards
 from stepladder.data.shards.inputs import INPUT_KINDS, NPZ_SUFFIX, holds_shards

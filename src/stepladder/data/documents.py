@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,7 @@ import numpy as np
 from stepladder.core.errors import InputError, as_input_error
 from stepladder.core.order import Chunks, IndexArray
 from stepladder.data.source import is_source, make_chunks
-from stepladder.data.table import Ragged
+from stepladder.data.table import Ragged, split_lists
 
 DOCUMENTS_PER_READ = 4096
 LENGTHS_HINT = "lengths=None, or a number of tokens for each document, 0 or more"
@@ -128,7 +127,4 @@ def _count_tokens(documents: Any) -> IndexArray:
 
 def split_documents(documents: Any) -> list[Any]:
     """Return the documents of a batch as a list."""
-    if not isinstance(documents, Ragged):
-        return list(documents)
-    edges = np.asarray(documents.offsets).tolist()
-    return [documents.values[lo:hi] for lo, hi in pairwise(edges)]
+    return split_lists(documents) if isinstance(documents, Ragged) else list(documents)

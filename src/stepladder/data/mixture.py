@@ -13,10 +13,8 @@ import torch
 
 from stepladder.core.errors import InputError, as_input_error
 from stepladder.core.order import IndexArray
-from stepladder.data.documents import split_documents
-from stepladder.data.readers.batches import join_lists
 from stepladder.data.source import Source, get_contents, is_source, make_chunks
-from stepladder.data.table import Ragged
+from stepladder.data.table import Ragged, join_lists, split_lists
 
 MIN_PART = 1e-15  # of a source of all samples: its weight would be lost in the sum of all
 WEIGHT_TOLERANCE = 0.01  # by which the part of a source may differ from its weight
@@ -176,7 +174,7 @@ def _select_rows(batches: list[Any], order: IndexArray) -> Any:
     """
     first = batches[0]
     if isinstance(first, Ragged):
-        lists = [values for batch in batches for values in split_documents(batch)]
+        lists = [values for batch in batches for values in split_lists(batch)]
         return join_lists([np.asarray(lists[row]) for row in order.tolist()])
     if isinstance(first, dict):
         return {name: _select_rows([batch[name] for batch in batches], order) for name in first}

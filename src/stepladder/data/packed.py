@@ -112,15 +112,29 @@ class Packed:
         _, texts, lengths = self._documents.read(documents)
         self._validate_lengths(documents, lengths)
         texts = split_documents(texts)
-        blocks = _Blocks(len(indices), self.block_size)
+        shape = (len(indices), self.block_size)
+        blocks = {
+            "tokens": np.zeros(shape, np.int64),
+            "targets": np.full(shape, IGNORED),
+            "positions": np.zeros(shape, np.int64),
+            "documents": np.zeros(shape, np.int64),
+        }
         piece_numbers = iter(numbers.tolist())
         for row, span in enumerate(spans):
-            starts = pieces.starts[span].tolist()
-            lengths = pieces.lengths[span].tolist()
-            for start, length in zip(starts, lengths, strict=True):
+            end = 0
+            piece_lengths = zip(pieces.starts[span], pieces.lengths[span], strict=True)
+            for number, (start, length) in enumerate(piece_lengths, 1):
                 text = texts[next(piece_numbers)]
-                blocks.add(row, np.asarray(text[start : start + length + 1]), length)
-        return blocks.arrays
+                tokens = np.asarray(text[start : start + length + 1])
+                _validate_tokens(tokens)
+                begin = end
+                end += length
+                targets = tokens[1 : length + 1]
+                blocks["tokens"][row, begin:end] = tokens[:length]
+                blocks["targets"][row, begin : begin + len(targets)] = targets
+                blocks["positions"][row, begin:end] = np.arange(length)
+                blocks["documents"][row, begin:end] = number
+        return blocks
 
     def _validate_lengths(self, documents: Integers, lengths: Integers) -> None:
         """Raise InputError if documents are not as long as when they were packed."""
@@ -133,42 +147,10 @@ class Packed:
             )
 
 
-class _Blocks:
-    """Blocks that are being filled, as a batch of `Packed`."""
-
-    def __init__(self, count: int, block_size: int) -> None:
-        shape = (count, block_size)
-        self.arrays = {
-            "tokens": np.zeros(shape, np.int64),
-            "targets": np.full(shape, IGNORED),
-            "positions": np.zeros(shape, np.int64),
-            "documents": np.zeros(shape, np.int64),
-        }
-        self.ends = [0] * count
-        self.num_pieces = [0] * count
-
-    def add(self, row: int, tokens: Integers, length: int) -> None:
-        """Append a piece to a block.
-
-        Args:
-            row: The block.
-            tokens: The tokens of the piece, and the one that follows in the document, if any.
-            length: The number of tokens of the piece.
-
-        Raises:
-            InputError: The tokens are no whole numbers.
-        """
-        if tokens.dtype.kind not in "iu" or tokens.ndim != 1:
-            raise InputError(
-                f"a document holds {tokens.dtype} of {tokens.ndim} axes, not whole numbers of one",
-                SOURCE_HINT,
-            )
-        begin = self.ends[row]
-        end = begin + length
-        self.num_pieces[row] += 1
-        self.ends[row] = end
-        targets = tokens[1 : length + 1]
-        self.arrays["tokens"][row, begin:end] = tokens[:length]
-        self.arrays["targets"][row, begin : begin + len(targets)] = targets
-        self.arrays["positions"][row, begin:end] = np.arange(length)
-        self.arrays["documents"][row, begin:end] = self.num_pieces[row]
+def _validate_tokens(tokens: Integers) -> None:
+    """Raise InputError if the tokens of a document are no whole numbers."""
+    if tokens.dtype.kind not in "iu" or tokens.ndim != 1:
+        raise InputError(
+            f"a document holds {tokens.dtype} of {tokens.ndim} axes, not whole numbers of one",
+            SOURCE_HINT,
+        )

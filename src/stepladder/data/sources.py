@@ -8,9 +8,9 @@ from __future__ import annotations
 import os
 import signal
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing
 from threading import Lock
 from typing import Any, Protocol
 
@@ -144,7 +144,10 @@ class StreamSource:
     def batches(self, requests: Iterable[Request]) -> Batches:
         """Yield for each request its indices and their batch."""
         process = os.getpid()
-        with self._open() as read:
+        with ExitStack() as stack:
+            read: Callable[[Indices], Any] = self._read_alone
+            if isinstance(self.source, Shards):  # a Source opens what it needs by itself
+                read = stack.enter_context(ShardReader(self.source)).read_batch
             batches = (
                 (indices, self._to_device(read(indices), len(indices))) for _, indices in requests
             )
@@ -152,15 +155,6 @@ class StreamSource:
                 for batch in prefetched:
                     yield batch
                     validate_process(process, self.source)
-
-    @contextmanager
-    def _open(self) -> Iterator[Callable[[Indices], Any]]:
-        """Open shards for the block; a Source opens what it needs by itself."""
-        if not isinstance(self.source, Shards):
-            yield self._read_alone
-            return
-        with ShardReader(self.source) as reader:
-            yield reader.read_batch
 
     def _read_alone(self, indices: Indices) -> Any:
         assert not isinstance(self.source, Shards), "each reader of shards is used by one thread"

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from stepladder.core.errors import InputError, as_input_error
+from stepladder.core.errors import InputError
 
 Block = dict[str, Any]  # by column: an array (rows, *shape), or Ragged
 BLOCK_ROWS = 4096
@@ -59,6 +59,26 @@ class Ragged(NamedTuple):
 
     values: Any
     offsets: Any
+
+
+def join_lists(lists: list[np.ndarray]) -> Ragged:
+    """Return lists of numbers as one Ragged."""
+    offsets = np.zeros(len(lists) + 1, np.int64)
+    np.cumsum([len(values) for values in lists], out=offsets[1:])
+    return Ragged(np.concatenate(lists), offsets)
+
+
+def split_lists(lists: Ragged) -> list[Any]:
+    """Return the lists of one Ragged."""
+    edges = np.asarray(lists.offsets).tolist()
+    return [lists.values[lo:hi] for lo, hi in pairwise(edges)]
+
+
+def find_column(values: Any) -> Column | None:
+    """Return the column that arrays or Ragged of a batch belong to; None if they are neither."""
+    if isinstance(values, Ragged):
+        return Column(values.values.dtype, (), is_list=True)
+    return Column(values.dtype, values.shape[1:]) if isinstance(values, np.ndarray) else None
 
 
 @dataclass(frozen=True)
@@ -156,13 +176,7 @@ def concatenate_blocks(blocks: list[Block]) -> Block:
 def _concatenate_columns(parts: list[Any]) -> Any:
     if not isinstance(parts[0], Ragged):
         return np.concatenate(parts)
-    values = np.concatenate([part.values for part in parts])
-    offsets = [np.zeros(1, np.int64)]
-    shift = 0
-    for part in parts:
-        offsets.append(part.offsets[1:] + shift)
-        shift += part.offsets[-1]
-    return Ragged(values, np.concatenate(offsets))
+    return join_lists([values for part in parts for values in split_lists(part)])
 
 
 def rechunk(blocks: Iterable[Block], rows: int) -> Iterator[Block]:
@@ -192,11 +206,6 @@ def identify_files(kind: str, *paths: Path) -> dict[str, Any]:
         status = path.stat()
         files.append([path.name, status.st_size, status.st_mtime_ns])
     return {"kind": kind, "files": files}
-
-
-def report_damage(path: Path, kinds: tuple[type[Exception], ...]) -> AbstractContextManager[None]:
-    """Raise exceptions of these kinds in the block as InputError that names the file."""
-    return as_input_error(f"cannot use {path}", REPAIR_HINT, kinds)
 
 
 def input_error(path: object, problem: str, hint: str = REPAIR_HINT) -> InputError:

@@ -6,13 +6,12 @@ memory, whatever the number of ranks and steps.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from stepladder.core.errors import InputError
 from stepladder.core.jsonl import is_count
 from stepladder.core.plan import Plan
-from stepladder.core.typed_file import open_to_read
+from stepladder.core.typed_file import open_to_read, parse_json
 from stepladder.core.world import MAX_RANKS
 from stepladder.storage.ledger import (
     LedgerHeader,
@@ -28,10 +27,9 @@ from stepladder.storage.ledger_rank_reader import (
     Attempt,
     ChangeLine,
     LedgerError,
+    NoHeader,
     ProcessChange,
     RankLedgerReader,
-    has_no_header,
-    make_label,
 )
 from stepladder.storage.run_files import LEDGER_FOLDER, list_ledgers
 
@@ -93,20 +91,22 @@ def _read_attempt(
 def parse_header(text: bytes, number: int) -> Attempt | None:
     """Return the attempt that a header describes, None if the line is torn or not a header."""
     try:
-        header = json.loads(text)
-        world_size = header["world_size"]
-        start = header["resumed_from_step"]
-        chain = header["chain"]
-    except (ValueError, KeyError, TypeError, RecursionError):
+        header = parse_json(text, LedgerHeader)
+    except ValueError:
         return None
-    has_valid_size = is_count(world_size) and 0 <= world_size <= MAX_RANKS
-    if not (has_valid_size and is_count(start) and isinstance(chain, str)):
+    start = header.resumed_from_step
+    has_valid_numbers = all(map(is_count, [header.world_size, start, header.parent]))
+    if not has_valid_numbers or header.world_size > MAX_RANKS:
         return None
-    in_rounds = header.get("in_rounds") is True
-    parent = header.get("parent", 0)
-    if not is_count(parent):
-        return None
-    return Attempt(number, world_size, start, chain, start, in_rounds=in_rounds, parent=parent)
+    return Attempt(
+        number,
+        header.world_size,
+        start,
+        header.chain,
+        start,
+        in_rounds=header.in_rounds,
+        parent=header.parent,
+    )
 
 
 def verify_attempt(run_dir: Path, attempt: Attempt, plan: Plan, points: list[int]) -> None:
@@ -167,11 +167,10 @@ def _open_first_readers(run_dir: Path, attempt: Attempt) -> list[RankLedgerReade
     readers = []
     problems: dict[int, LedgerError] = {}
     for rank in range(attempt.world_size):
-        problem = _find_header_problem(run_dir, attempt, rank)
-        if problem is None:
+        try:
             readers.append(RankLedgerReader(run_dir, attempt, rank))
-        else:
-            problems[rank] = problem
+        except NoHeader as error:
+            problems[rank] = error
     if not problems:
         return readers
     changes = [change for reader in readers if (change := reader.early_change)]
@@ -182,24 +181,6 @@ def _open_first_readers(run_dir: Path, attempt: Attempt) -> list[RankLedgerReade
         if last is None or rank in last.ranks:
             raise problem
     return readers
-
-
-def _find_header_problem(run_dir: Path, attempt: Attempt, rank: int) -> LedgerError | None:
-    """Return why a rank's ledger has no header, None if it has one.
-
-    Raises:
-        LedgerError: No kill can be the reason.
-    """
-    path = ledger_path(run_dir, attempt.number, rank)
-    label = make_label(attempt, rank)
-    if not path.exists():
-        problem = LedgerError(f"{label}: {path.name} is missing")
-        if path.is_symlink():  # no kill leaves a link
-            raise problem
-        return problem
-    if has_no_header(path):
-        return LedgerError(f"{label}: unreadable header")
-    return None
 
 
 def _apply_change(

@@ -128,6 +128,10 @@ class LedgerError(Exception):
     """A ledger file is not what was written."""
 
 
+class NoHeader(LedgerError):
+    """A ledger is missing or ends in its first line, as of a rank that was lost before it."""
+
+
 @dataclass(frozen=True)
 class ChangeLine:
     """A line of a ledger: after a step, other ranks continue.
@@ -155,7 +159,7 @@ class RankLedgerReader:
         header: The expected first line; by default that of a rank which started the attempt.
 
     Raises:
-        LedgerError: If the header is not the expected one.
+        LedgerError: If the header is not the expected one, or there is none.
     """
 
     def __init__(
@@ -164,7 +168,7 @@ class RankLedgerReader:
         self.path = ledger_path(run_dir, attempt.number, rank)
         self.attempt = attempt
         self.rank = rank
-        self.label = make_label(attempt, rank)
+        self.label = f"attempt {attempt.number} rank {rank}"  # in messages
         # What is wrong with the next line, None if nothing is.
         self.problem: str | None = None
         # The change of ranks that the next line records. Nothing after it is read before `skip_to`.
@@ -173,6 +177,8 @@ class RankLedgerReader:
             text = file.readline(MAX_LEDGER_LINE_BYTES)
             self.offset = len(text)
             self.size = os.fstat(file.fileno()).st_size
+        if _is_torn(text):
+            raise NoHeader(f"{self.label}: unreadable header")
         # The chain is the hash of the last line that was read.
         stored, body, self.chain = _split_line(
             text.decode(errors="replace"), "link", self.label, "header"
@@ -218,7 +224,10 @@ class RankLedgerReader:
         try:
             return open_to_read(self.path)
         except (OSError, ValueError) as error:
-            raise LedgerError(f"{self.label}: {self.path.name} cannot be read") from error
+            if self.path.exists():
+                raise LedgerError(f"{self.label}: {self.path.name} cannot be read") from error
+            kind = LedgerError if self.path.is_symlink() else NoHeader  # no kill leaves a link
+            raise kind(f"{self.label}: {self.path.name} is missing") from error
 
     def read(self, planned: PlannedSteps, column: int) -> int:
         """Read lines up to the end of the planned steps, of the file, a problem, or a change.
@@ -345,26 +354,9 @@ def _is_torn(raw: bytes) -> bool:
     return not raw.endswith(b"\n") and len(raw) < MAX_LEDGER_LINE_BYTES
 
 
-def has_no_header(path: Path) -> bool:
-    """Return whether the rank was lost before it had written the first line."""
-    try:
-        with open_to_read(path) as file:
-            raw = file.readline(MAX_LEDGER_LINE_BYTES)
-    except FileNotFoundError:
-        return True
-    except (OSError, ValueError):
-        return False
-    return _is_torn(raw)
-
-
 def _parse_digest(text: Any) -> int:
     """Return the digest in a line, 0 if it is not one."""
     return int(text, 16) if isinstance(text, str) and HEX_DIGEST.fullmatch(text) else 0
-
-
-def make_label(attempt: Attempt, rank: int) -> str:
-    """Return how messages call a rank's ledger."""
-    return f"attempt {attempt.number} rank {rank}"
 
 
 def _split_line(text: str, name: str, label: str, kind: str) -> tuple[Any, str, str]:

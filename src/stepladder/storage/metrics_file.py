@@ -19,6 +19,7 @@ from stepladder.core.jsonl import (
     make_damage_error,
     parse_line,
     parse_lines,
+    read_last_lines,
 )
 from stepladder.core.safe_open import open_without_links
 from stepladder.storage.run_files import METRICS_FILE
@@ -44,14 +45,8 @@ def read_step_lines(run_dir: Path) -> Iterator[Line]:
 
 def read_last_step(run_dir: Path) -> int:
     """Return the step of the last valid line of metrics.jsonl, 0 if there is none."""
-    with suppress(OSError), (run_dir / METRICS_FILE).open("rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - BLOCK_BYTES))
-        for text in reversed(file.read().splitlines()):
-            line = parse_line(text.decode(errors="replace"))
-            if isinstance(line, dict) and is_count(line.get("step")):
-                return int(line["step"])
-    return 0
+    lines = reversed(read_last_lines(run_dir / METRICS_FILE))
+    return next((line["step"] for line in lines if is_count(line.get("step"))), 0)
 
 
 def truncate_metrics(

@@ -17,7 +17,6 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import os
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -154,10 +153,10 @@ def read_snapshot(path: Path, with_model: bool = True) -> Snapshot:
     files = {}
     for name, expected in manifest["files"].items():
         try:
-            if name.startswith(PART_PREFIX) or (name == MODEL_FILE and not with_model):
-                snapshot_slices.verify_part(path / name, expected)
-            else:
-                files[name] = _read_verified(path / name, expected)
+            is_kept = not name.startswith(PART_PREFIX) and (with_model or name != MODEL_FILE)
+            data = snapshot_slices.read_verified(path / name, expected, is_kept)
+            if is_kept:
+                files[name] = data
         except OSError as error:
             _raise_if_transient(path / name, error)
             raise DamagedSnapshot(f"{name}: {error.strerror}") from error
@@ -177,14 +176,6 @@ def _read_manifest(path: Path) -> JsonObject:
     if seal != _hash_manifest(manifest):
         raise DamagedSnapshot(f"{MANIFEST_FILE}: SHA-256 differs")
     return manifest
-
-
-def _read_verified(path: Path, expected: JsonObject) -> bytes:
-    with typed_file.open_to_read(path) as file:
-        size = os.fstat(file.fileno()).st_size
-        data = file.read() if size == expected["bytes"] else b""
-    snapshot_slices.verify_checksum(path.name, size, hashlib.sha256(data).hexdigest(), expected)
-    return data
 
 
 def _raise_if_transient(path: Path, error: Exception) -> None:

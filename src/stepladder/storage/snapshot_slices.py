@@ -101,25 +101,30 @@ def merge_parts(parts: Iterable[JsonObject]) -> tuple[JsonObject, JsonObject]:
     return files, slices
 
 
-def verify_checksum(name: str, size: int, digest: str, expected: JsonObject) -> None:
-    """Raise DamagedSnapshot if a file's size or SHA-256 is not the manifest's."""
-    if size != expected["bytes"]:
-        raise DamagedSnapshot(f"{name}: {size} bytes instead of {expected['bytes']}")
-    if digest != expected["sha256"]:
-        raise DamagedSnapshot(f"{name}: SHA-256 differs")
+def read_verified(path: Path, expected: JsonObject, is_kept: bool = True) -> bytes:
+    """Return the bytes of a file, whose size and SHA-256 must be the manifest's.
 
+    Args:
+        path: The file.
+        expected: Its entry of the manifest.
+        is_kept: Whether to return the bytes; if not, the file is not loaded into memory.
 
-def verify_part(path: Path, expected: JsonObject) -> None:
-    """Verify size and SHA-256 of a file without loading it into memory.
-
-    Raises DamagedSnapshot if they differ, and OSError or ValueError if the file cannot be read.
+    Raises:
+        DamagedSnapshot: The size or the SHA-256 differs.
+        OSError: The file cannot be read.
+        ValueError: It is no regular file.
     """
     with typed_file.open_to_read(path) as file:
         size = os.fstat(file.fileno()).st_size
-        digest = ""
-        if size == expected["bytes"]:  # a file of another size may be a terabyte
-            digest = hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
-        verify_checksum(path.name, size, digest, expected)
+        if size != expected["bytes"]:  # a file of another size may be a terabyte
+            raise DamagedSnapshot(f"{path.name}: {size} bytes instead of {expected['bytes']}")
+        data = file.read() if is_kept else b""
+        digest = hashlib.sha256(data)
+        if not is_kept:
+            digest = hashlib.file_digest(file, "sha256")  # type: ignore[arg-type]
+    if digest.hexdigest() != expected["sha256"]:
+        raise DamagedSnapshot(f"{path.name}: SHA-256 differs")
+    return data
 
 
 def verify_slices(manifest: JsonObject) -> None:
@@ -143,20 +148,13 @@ def _is_covered(entry: JsonObject, parts: set[str]) -> bool:
     for file, lo, hi in _sort_pieces(entry):
         is_next = file in parts and lo == end < hi
         end = hi if is_next else -1
-    return end == _count_rows(entry)
+    shape = entry["shape"]
+    return end == int(math.prod(shape) if entry.get("flat") else shape[0])
 
 
 def _sort_pieces(entry: JsonObject) -> list[Any]:
     """Return the pieces (file, lo, hi) of a manifest entry in the order of their rows."""
     return sorted(entry["pieces"], key=lambda piece: piece[1])
-
-
-def _count_rows(entry: JsonObject) -> int:
-    """Return the number of rows of a manifest entry, or of elements if it is flat."""
-    shape = entry["shape"]
-    if entry.get("flat"):
-        return int(math.prod(shape))
-    return int(shape[0])
 
 
 class SliceReader:
@@ -182,28 +180,23 @@ class SliceReader:
 
     def read_rows(self, name: str, lo: int, hi: int) -> Tensor:
         """Return rows [lo, hi) of a tensor."""
-        if not self.slices[name].get("flat"):
-            return self._read(name, lo, hi)
         _, *row_shape = self.shape(name)
         width = math.prod(row_shape)
-        elements = self._read(name, lo * width, hi * width)
-        return elements.view(hi - lo, *row_shape)
+        return self.read_elements(name, lo * width, hi * width).view(hi - lo, *row_shape)
 
     def read_elements(self, name: str, lo: int, hi: int) -> Tensor:
         """Return elements [lo, hi) of a tensor, as a vector."""
-        if self.slices[name].get("flat"):
-            return self._read(name, lo, hi)
-        width = math.prod(self.shape(name)[1:])
-        first_row = lo // width
-        end_row = -(-hi // width)
-        offset = first_row * width
-        elements = self._read(name, first_row, end_row).reshape(-1)
-        return elements[lo - offset : hi - offset]
+        width = 1  # elements of what the parts count, which are rows unless it is flat
+        if not self.slices[name].get("flat"):
+            width = math.prod(self.shape(name)[1:])
+        first = lo // width
+        elements = self._read(name, first, -(-hi // width)).reshape(-1)
+        return elements[lo - first * width : hi - first * width]
 
     def read_tensor(self, name: str) -> Tensor:
         """Return a whole tensor."""
-        num_rows = _count_rows(self.slices[name])
-        return self._read(name, 0, num_rows).view(self.shape(name))
+        shape = self.shape(name)
+        return self.read_elements(name, 0, math.prod(shape)).view(shape)
 
     def read_tensors(self, prefix: str) -> dict[str, Tensor]:
         """Return all whole tensors with this prefix, which the keys do not have."""

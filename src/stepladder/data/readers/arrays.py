@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from stepladder.core.errors import InputError, as_input_error, get_reason
+from stepladder.core.errors import InputError, as_input_error
 from stepladder.core.order import IndexArray
 from stepladder.core.typed_file import parse_json
-from stepladder.data.readers.batches import collate_decoded
 from stepladder.data.readers.damage import DAMAGE_HINT, Damage
 from stepladder.data.readers.file_rows import FileRows
 from stepladder.data.readers.files import DataFile, FileView, read_pieces
@@ -103,21 +102,10 @@ class _ArraySource(FileRows):
             texts[name] = " ".join([" x ".join(map(str, rows.shape)), rows.dtype]).strip()
         return texts
 
-    def read(self, indices: IndexArray) -> Any:
-        """Return the batch of these rows: by column, or of what `decode` makes of them."""
-        indices = np.asarray(indices)
-        locations = np.empty((len(indices), 2), np.int64)  # the file and the row of each sample
-        for number, positions, rows in self.locate(indices):
-            locations[positions, 0] = number
-            locations[positions, 1] = rows
-        columns = {name: self._read_column(name, locations.tolist()) for name in self.names}
-        if self.decode is not None:
-            samples = [
-                {name: column[position] for name, column in columns.items()}
-                for position in range(len(indices))
-            ]
-            return collate_decoded(samples, self.decode)
-        return self.make_batch(columns)
+    def read_columns(self, indices: IndexArray) -> dict[str, Any]:
+        """Return these rows by column."""
+        located = list(self.locate(indices))
+        return {name: self._read_column(name, len(indices), located) for name in self.names}
 
     def find_damage(self) -> Iterator[Damage]:
         """Read all files, and yield those that cannot be read; their numbers have no checksum."""
@@ -128,19 +116,23 @@ class _ArraySource(FileRows):
             except InputError as error:
                 yield Damage(file.name, 0, self.count_rows(number), error.problem)
 
-    def _read_column(self, name: str, locations: list[list[int]]) -> torch.Tensor:
-        """Return the values of a column in these rows, each named by its file and its number."""
-        parts = bytearray()
-        for number, row in locations:
-            rows = self.arrays[number][name]
-            begin = rows.begin + row * rows.stride
-            parts += self.files[number].read(begin, begin + rows.row_bytes)
+    def _read_column(
+        self, name: str, count: int, located: list[tuple[int, IndexArray, IndexArray]]
+    ) -> torch.Tensor:
+        """Return `count` values of a column, in the rows that `locate` has found."""
         first = self.arrays[0][name]
+        data = np.empty((count, first.row_bytes), np.uint8)
+        for number, positions, indices in located:
+            rows = self.arrays[number][name]
+            begins = rows.begin + indices * rows.stride
+            ends = begins + rows.row_bytes
+            parts = self.files[number].read_parts(begins.tolist(), ends.tolist())
+            data[positions] = np.frombuffer(b"".join(parts), np.uint8).reshape(len(parts), -1)
+        shape = (count, *first.shape)
         if first.dtype in ("uint16", "uint32"):  # of which torch has too few operations
-            numbers = np.frombuffer(parts, first.dtype).astype(np.int64)
-            return torch.from_numpy(numbers).reshape(len(locations), *first.shape)
-        dtype = getattr(torch, first.dtype)
-        return torch.frombuffer(parts, dtype=dtype).reshape(len(locations), *first.shape)
+            return torch.from_numpy(data.view(first.dtype).astype(np.int64)).reshape(shape)
+        dtype: torch.dtype = getattr(torch, first.dtype)
+        return torch.frombuffer(data, dtype=dtype).reshape(shape)
 
 
 def _validate_arrays(
@@ -293,10 +285,8 @@ def _find_numbers(file: DataFile) -> tuple[int, tuple[int, ...], str]:
         InputError: It is no such file, or its values are no numbers of this machine in C order.
     """
     stream: Any = FileView(file)
-    try:
+    with as_input_error(f"{file.name} cannot be used", DAMAGE_HINT, (ValueError,)):
         header = read_npy_header(stream)
-    except ValueError as error:
-        raise InputError(f"{file.name} cannot be used: {get_reason(error)}", DAMAGE_HINT) from error
     shape, _, dtype = header
     if not header.has_rows:
         raise InputError(f"{file.name} holds {dtype} {list(shape)}", "rows of numbers, in C order")
@@ -328,9 +318,10 @@ def _read_tensors(file: DataFile) -> dict[str, _Rows]:
     length = int.from_bytes(file.read(0, min(8, file.size)), "little")
     if not 0 < length <= min(MAX_SAFETENSORS_HEADER_BYTES, file.size - 8):
         raise InputError(f"{file.name} cannot be used: its header is cut", DAMAGE_HINT)
-    try:
+    errors = (ValueError, LookupError, TypeError, OverflowError)
+    tensors = {}
+    with as_input_error(f"{file.name} cannot be used", DAMAGE_HINT, errors):
         header = parse_json(file.read(8, 8 + length), dict)
-        tensors = {}
         for name, entry in header.items():
             if name == "__metadata__":
                 continue
@@ -344,9 +335,7 @@ def _read_tensors(file: DataFile) -> dict[str, _Rows]:
                 raise InputError(problem, f"tensors of {', '.join(SAFETENSORS_TYPES)}")
             begin = 8 + length + int(entry["data_offsets"][0])
             rows = _Rows(begin, 0, count, tuple(shape), dtype)
-            tensors[name] = _Rows(begin, rows.row_bytes, count, tuple(shape), dtype)
-    except (ValueError, LookupError, TypeError, OverflowError) as error:
-        raise InputError(f"{file.name} cannot be used: {get_reason(error)}", DAMAGE_HINT) from error
+            tensors[name] = replace(rows, stride=rows.row_bytes)
     if not tensors:
         raise InputError(f"{file.name} holds no tensors", "a file with some")
     return tensors

@@ -20,7 +20,7 @@ from stepladder.core.order import IndexArray
 from stepladder.data.readers.damage import DAMAGE_HINT
 from stepladder.data.readers.files import DataFile
 from stepladder.data.readers.record_index import load_index
-from stepladder.data.readers.tables import PARQUET_DAMAGE, TablePart
+from stepladder.data.readers.tables import PARQUET_DAMAGE, Groups
 
 ARROW_FILE_MAGIC = b"ARROW1"
 FILE_PREFIX_BYTES = 8  # the magic, and two bytes that fill it up
@@ -51,35 +51,23 @@ class _Message(NamedTuple):
     end: int
 
 
-def list_remote_parts(file: DataFile, schema: Any) -> list[TablePart]:
-    """Return the record batches of a file that have rows; an index of them is kept in the cache.
+def list_remote_batches(file: DataFile) -> tuple[Any, Groups]:
+    """Return the columns and the record batches of a file; their index is kept in the cache.
 
     Raises:
-        InputError: The file is damaged, or has columns with a dictionary.
-    """
-    parts = []
-    first_row = 0
-    for begin, end, rows in (
-        load_index(file, _find_batches, "arrow messages").reshape(-1, 3).tolist()
-    ):
-        read = partial(_read_batch, file, begin, end, schema)
-        parts.append(TablePart(file.name, first_row, rows, end - begin, read))
-        first_row += rows
-    return parts
-
-
-def read_schema(file: DataFile) -> Any:
-    """Return the columns of a file.
-
-    Raises:
-        InputError: It is no Arrow file.
+        InputError: It is no Arrow file, it is damaged, or has columns with a dictionary.
     """
     message = next(list_messages(file), None)
     if message is None or message.kind != SCHEMA:
         raise InputError(f"{file.name} cannot be used: it has no schema", DAMAGE_HINT)
     data = file.read(message.begin, message.end)
     with as_input_error(f"{file.name} cannot be used", DAMAGE_HINT, PARQUET_DAMAGE):
-        return pa.ipc.read_schema(pa.py_buffer(data))
+        schema = pa.ipc.read_schema(pa.py_buffer(data))
+    batches = load_index(file, _find_batches, "arrow messages").reshape(-1, 3).tolist()
+    return schema, [
+        (rows, end - begin, partial(_read_batch, file, begin, end, schema))
+        for begin, end, rows in batches
+    ]
 
 
 def _find_batches(file: DataFile) -> Iterator[IndexArray]:

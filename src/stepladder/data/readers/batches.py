@@ -11,7 +11,6 @@ import numpy as np
 from torch.utils.data import default_collate
 
 from stepladder.core.errors import InputError, as_input_error, to_one_line
-from stepladder.data.table import Ragged
 
 Decode = Callable[[dict[str, Any]], Any]
 Sample = dict[str, Any]
@@ -108,13 +107,6 @@ def _name_type(value: Any) -> str:
     if isinstance(value, (np.ndarray, np.generic)):
         return str(value.dtype)
     return str(NUMBER_TYPES.get(type(value), NO_NUMBER))
-
-
-def join_lists(lists: list[np.ndarray]) -> Ragged:
-    """Return lists of numbers as one Ragged."""
-    offsets = np.zeros(len(lists) + 1, np.int64)
-    np.cumsum([len(values) for values in lists], out=offsets[1:])
-    return Ragged(np.concatenate(lists), offsets)
 
 
 def decode_image(data: bytes) -> np.ndarray:

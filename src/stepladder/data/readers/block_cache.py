@@ -13,6 +13,7 @@ from pathlib import Path
 
 import xxhash
 
+from stepladder.core.durable import replace_file
 from stepladder.core.errors import as_input_error
 from stepladder.core.folders import get_cache_folder
 
@@ -54,16 +55,16 @@ class BlockCache:
             fetch: Called with the blocks that are missing; it returns their bytes.
         """
         folder = self.folder / key
-        paths = [folder / f"{number:08d}" for number in numbers]
+        paths = {number: folder / f"{number:08d}" for number in numbers}
         with self.lock:
-            blocks = {path: self._find(path) for path in paths}
-            missing = [
-                number for number, path in zip(numbers, paths, strict=True) if blocks[path] is None
-            ]
+            blocks = {number: self._find(path) for number, path in paths.items()}
+            missing = [number for number, block in blocks.items() if block is None]
             if missing:
                 with lock_places(folder, missing, f"the cache in {folder}"):
-                    blocks |= self._fetch_missing(folder, missing, fetch)
-        return [block for path in paths if (block := blocks[path]) is not None]
+                    blocks |= self._fetch_missing(
+                        {number: paths[number] for number in missing}, fetch
+                    )
+        return [block for block in blocks.values() if block is not None]
 
     def keep_whole(self, key: str, fetch_all: Callable[[], Iterator[bytes]]) -> Path:
         """Return the path of a copy of a whole file, which counts as a block.
@@ -76,28 +77,20 @@ class BlockCache:
         path = folder / WHOLE_FILE
         with self.lock, lock_places(folder, [0], f"the cache in {folder}"):
             if not path.exists():
-                with (
-                    as_input_error(f"cannot write the cache in {folder}", SPACE_HINT),
-                    path.with_name(f"{path.name}.{os.getpid()}.tmp").open("wb") as out,
-                ):
+                with self._replace(path) as temporary, temporary.open("wb") as out:
                     for data in fetch_all():
                         out.write(data)
-                Path(out.name).replace(path)
                 self._remove_oldest(kept=path)
             os.utime(path)
         return path
 
-    def _fetch_missing(
-        self, folder: Path, numbers: list[int], fetch: Fetch
-    ) -> dict[Path, memoryview | None]:
+    def _fetch_missing(self, paths: dict[int, Path], fetch: Fetch) -> dict[int, memoryview | None]:
         """Return blocks that another process has written meanwhile, or that are fetched now."""
-        paths = {number: folder / f"{number:08d}" for number in numbers}
-        blocks = {path: self._find(path) for path in paths.values()}
-        absent = [number for number in numbers if blocks[paths[number]] is None]
-        if absent:
-            for number, data in zip(absent, fetch(absent), strict=True):
-                self._write(paths[number], data)
-                blocks[paths[number]] = self._find(paths[number]) or memoryview(data)
+        blocks = {number: self._find(path) for number, path in paths.items()}
+        absent = [number for number, block in blocks.items() if block is None]
+        for number, data in zip(absent, fetch(absent) if absent else [], strict=True):
+            self._write(paths[number], data)
+            blocks[number] = self._find(paths[number]) or memoryview(data)
         return blocks
 
     def _find(self, path: Path) -> memoryview | None:
@@ -105,12 +98,12 @@ class BlockCache:
         if path in self.mapped:
             self.mapped.move_to_end(path)
             return self.mapped[path]
-        try:
-            with path.open("rb") as file:
-                view = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-            os.utime(path)  # the least recently used blocks are removed first
-        except (OSError, ValueError):  # an empty file cannot be mapped
+        mapped = map_file(path)
+        if mapped is None:
             return None
+        with suppress(OSError):
+            os.utime(path)  # the least recently used blocks are removed first
+        view = memoryview(mapped)
         block = view[:-CHECKSUM_BYTES]
         if xxhash.xxh64_digest(block) != view[-CHECKSUM_BYTES:]:
             return None
@@ -119,11 +112,18 @@ class BlockCache:
             self.mapped.popitem(last=False)
         return block
 
+    @contextmanager
+    def _replace(self, path: Path) -> Iterator[Path]:
+        """Yield a file that replaces one of the cache, whose loss in a power cut is no loss."""
+        with (
+            as_input_error(f"cannot write the cache in {path.parent}", SPACE_HINT),
+            replace_file(path, fsync=False) as temporary,
+        ):
+            yield temporary
+
     def _write(self, path: Path, data: bytes) -> None:
-        temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-        with as_input_error(f"cannot write the cache in {self.folder}", SPACE_HINT):
+        with self._replace(path) as temporary:
             temporary.write_bytes(data + xxhash.xxh64_digest(data))
-            temporary.replace(path)
         self.writes += 1
         if self.writes % WRITES_PER_SCAN == 1:
             self._remove_oldest()
@@ -150,6 +150,17 @@ class BlockCache:
             total -= size
             if total <= KEPT_PART * self.max_bytes:
                 return
+
+
+def map_file(path: Path, oldest_ns: int = 0) -> mmap.mmap | None:
+    """Return a file in the kernel's memory; None if it cannot be read, or is older than a time."""
+    try:
+        with path.open("rb") as file:
+            if os.fstat(file.fileno()).st_mtime_ns < oldest_ns:
+                return None
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except (OSError, ValueError):  # an empty file cannot be mapped
+        return None
 
 
 @contextmanager

@@ -36,8 +36,12 @@ class Damage:
         return InputError(str(self), DAMAGE_HINT)
 
 
+def describe_error(file: str, row: int, error: Exception) -> Damage:
+    """Return the damage that an error of reading one record of a file tells."""
+    return Damage(file, row, 1, getattr(error, "problem", None) or str(error))
+
+
 def locate_error(file: str, row: int, error: Exception) -> InputError:
     """Return the error of one record of a file, with its own HINT if it has one."""
-    if isinstance(error, InputError):
-        return InputError(str(Damage(file, row, 1, error.problem)), error.hint)
-    return Damage(file, row, 1, str(error)).as_error()
+    hint = getattr(error, "hint", DAMAGE_HINT)
+    return InputError(str(describe_error(file, row, error)), hint)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -10,17 +10,22 @@ import numpy as np
 
 from stepladder.core.errors import InputError
 from stepladder.core.order import IndexArray
+from stepladder.data.readers.batches import Sample, collate_decoded
+from stepladder.data.readers.damage import Damage
 from stepladder.data.readers.files import Contents, DataFile, hash_files
 from stepladder.data.readers.open_options import OpenOptions
 
 CHUNK_BYTES = 1 << 20  # of rows that are read together: a block of the cache
 
 
-class FilesSource:
-    """Samples in files, in chunks that are read together."""
+class OpenedSource:
+    """A source that `open_data` returns: samples in files, in chunks that are read together.
+
+    A subclass reads samples by column.
+    """
 
     def __init__(
-        self, format_name: str, files: list[DataFile], edges: IndexArray, options: OpenOptions
+        self, format_name: str, files: Sequence[DataFile], edges: IndexArray, options: OpenOptions
     ) -> None:
         """Set up the source.
 
@@ -43,7 +48,7 @@ class FilesSource:
         return int(self.edges[-1])
 
     @property
-    def chunk_edges(self) -> IndexArray:
+    def chunk_edges(self) -> IndexArray | None:
         """The first sample of each chunk, and the number of samples."""
         return self.edges
 
@@ -67,12 +72,35 @@ class FilesSource:
         """The name of each file, and a hash of samples of it."""
         return hash_files(self.files)
 
-    def make_batch(self, columns: dict[str, Any]) -> Any:
-        """Return columns as the batch that the caller of `open_data` wants."""
+    @property
+    def columns(self) -> dict[str, str]:
+        """The name and the type of each column, as texts to print."""
+        raise NotImplementedError
+
+    def find_damage(self) -> Iterator[Damage]:
+        """Read all samples, and yield those that cannot be read."""
+        raise NotImplementedError
+
+    def read(self, indices: IndexArray) -> Any:
+        """Return the batch of these samples: by column, or of what `decode` makes of them."""
+        indices = np.asarray(indices)
+        if self.decode is not None:
+            return collate_decoded(self.read_samples(indices), self.decode)
+        columns = self.read_columns(indices)
         return list(columns.values()) if self.as_list else columns
 
+    def read_samples(self, indices: IndexArray) -> list[Sample]:
+        """Return each of these samples as `decode` gets it."""
+        columns = self.read_columns(indices)
+        rows = zip(*columns.values(), strict=True)
+        return [dict(zip(columns, row, strict=True)) for row in rows]
 
-class FileRows(FilesSource):
+    def read_columns(self, indices: IndexArray) -> dict[str, Any]:
+        """Return these samples by column, as a batch has them."""
+        raise NotImplementedError
+
+
+class FileRows(OpenedSource):
     """The samples of a source: the rows of its files, one file after the other."""
 
     def __init__(

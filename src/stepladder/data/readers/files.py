@@ -18,7 +18,6 @@ from stepladder.data.local_files import make_change_error, validate_readable
 
 OPEN_FILES = 128  # at once; a process may have a thousand
 PIECE_BYTES = 16 << 20
-MAX_READ = 1 << 30  # bytes of one call: Linux reads no more than two gigabytes
 SAMPLED_BYTES = 1 << 16  # of a piece by which a file is known again
 MAX_SAMPLED_PIECES = 16  # of a file: a megabyte, and all of a smaller file
 ALL_SAMPLED_PIECES = 128  # of all files, but at least two of each
@@ -70,11 +69,16 @@ class LocalFile:
             InputError: The file has become shorter since it was opened, or cannot be read.
         """
         # Not mapped: a file that somebody truncates would end the process with SIGBUS.
-        try:
-            data = os.pread(self._open().fileno(), end - begin, begin)
-        except OSError:
-            data = b""  # the error is raised again below, where entering a block costs more time
-        return data if len(data) == end - begin else self._read_pieces(begin, end)
+        with as_input_error(f"cannot read {self.name}", DATA_HINT):
+            descriptor = self._open().fileno()
+            data = os.pread(descriptor, end - begin, begin)
+            while len(data) < end - begin:  # of more than two gigabytes, as Linux reads them
+                position = begin + len(data)
+                part = os.pread(descriptor, end - position, position)
+                if not part:
+                    raise InputError(f"{self.name} ends at byte {position:,}", "copy it again")
+                data += part
+        return data
 
     def read_parts(self, begins: list[int], ends: list[int]) -> list[bytes]:
         """Return the bytes of several parts: by one call if they follow each other.
@@ -109,19 +113,6 @@ class LocalFile:
 
     def _open(self) -> io.FileIO:
         return open_file(self.name, self.size, self.modified_ns)
-
-    def _read_pieces(self, begin: int, end: int) -> bytes:
-        """Return bytes that one call of the system does not give."""
-        with as_input_error(f"cannot read {self.name}", DATA_HINT):
-            descriptor = self._open().fileno()
-            parts = []
-            while begin < end:
-                part = os.pread(descriptor, min(end - begin, MAX_READ), begin)
-                if not part:
-                    raise InputError(f"{self.name} ends at byte {begin:,}", "copy it again")
-                parts.append(part)
-                begin += len(part)
-        return b"".join(parts)
 
 
 @lru_cache(maxsize=OPEN_FILES)
@@ -176,18 +167,10 @@ class FileView(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         """Fill a buffer with the next bytes, and return how many there were."""
         target = memoryview(buffer).cast("B")
-        data = self.read(len(target))
-        target[: len(data)] = data
-        return len(data)
-
-    def read(self, size: int | None = -1) -> bytes:
-        """Return the next bytes, all to the end for -1."""
-        end = self.file.size
-        if size is not None and size >= 0:
-            end = min(end, self.position + size)
-        begin = min(self.position, end)
-        self.position = end
-        return self.file.read(begin, end) if begin < end else b""
+        begin = min(self.position, self.file.size)
+        self.position = min(begin + len(target), self.file.size)
+        target[: self.position - begin] = self.file.read(begin, self.position)
+        return self.position - begin
 
 
 def read_pieces(file: DataFile) -> Iterator[bytes]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,9 @@ import numpy as np
 
 from stepladder.core.errors import InputError
 from stepladder.core.order import IndexArray
-from stepladder.data.readers.batches import Sample, collate_decoded, decode_image, stack_values
+from stepladder.data.readers.batches import Sample, decode_image, stack_values
 from stepladder.data.readers.damage import Damage
+from stepladder.data.readers.file_rows import OpenedSource
 from stepladder.data.readers.files import Contents, DataFile, hash_files, is_url
 from stepladder.data.readers.listing import is_folder, relate, validate_one_set
 from stepladder.data.readers.open_options import OpenOptions
@@ -24,7 +25,24 @@ IMAGE_COLUMNS = ("image", "label", "path")
 OPEN_IMAGES = 64  # at once; a URL is asked for its size when it is opened
 
 
-class _ImageFolder:
+class _ImageFiles(Sequence[DataFile]):
+    """Files of which only some are open, because there may be a million."""
+
+    def __init__(self, count: int, get_path: Callable[[int], str], options: OpenOptions) -> None:
+        self.indices = range(count)
+        self.open_again = lru_cache(OPEN_IMAGES)(lambda index: options.open_file(get_path(index)))
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, index: Any) -> Any:
+        """Return the file with an index, or those of a slice."""
+        if isinstance(index, slice):
+            return [self.open_again(number) for number in self.indices[index]]
+        return self.open_again(self.indices[index])
+
+
+class _ImageFolder(OpenedSource):
     """Images by the names of their folders: image (height, width, 3), label, path."""
 
     def __init__(self, folder: str, paths: list[str], options: OpenOptions) -> None:
@@ -35,52 +53,28 @@ class _ImageFolder:
             paths: The images below it, relative to it.
             options: What the caller of `open_data` has set.
         """
-        self.format = "images"
         self.folder = folder
-        self.options = options
-        self.open_again = lru_cache(OPEN_IMAGES)(options.open_file)
-        self.decode = options.decode
-        self.as_list = options.columns is not None
         self.names = select_columns(options.columns or ("image", "label"), IMAGE_COLUMNS, folder)
         # The first folder of each path; "" for an image in none.
         classes = [path[: path.find("/") + 1].rstrip("/") for path in paths]
         self.classes = sorted(set(classes))
         self.labels: IndexArray = np.searchsorted(self.classes, classes)
-        # One text and where each path ends: a million Python strings would need 100 MB.
-        encoded = list(map(os.fsencode, paths))
-        self.text = b"".join(encoded)
-        self.ends: IndexArray = np.cumsum([0, *map(len, encoded)])
-
-    def __len__(self) -> int:
-        return len(self.labels)
+        # An array of bytes: a million Python strings would need 100 MB.
+        self.paths = np.array(list(map(os.fsencode, paths)))
+        files = _ImageFiles(len(paths), self.get_path, options)
+        super().__init__("images", files, np.array([0, len(paths)]), options)
 
     @property
     def chunk_edges(self) -> None:
         """None: any order is as fast, because each image is a file."""
         return None
 
-    @property
-    def num_files(self) -> int:
-        """The number of files."""
-        return len(self)
-
-    @property
-    def num_bytes(self) -> int:
-        """The bytes of all files."""
-        return sum(self._open(index).size for index in range(len(self)))
-
-    @property
-    def fingerprint(self) -> str | None:
-        """A text that is another one when the samples are; None with `decode`."""
-        return self.options.make_fingerprint(self.format, map(self._open, range(len(self))))
-
     @cached_property
     def contents(self) -> Contents:
         """The folder, with a hash of the names and of samples of some images."""
-        names = hashlib.blake2b(self.text, digest_size=8).hexdigest()
+        names = hashlib.blake2b(b"".join(self.paths), digest_size=8).hexdigest()
         step = -(-len(self) // OPEN_IMAGES)
-        images = [self._open(index) for index in range(0, len(self), step)]
-        return [[self.folder, names], *hash_files(images)]
+        return [[self.folder, names], *hash_files(self.files[::step])]
 
     @property
     def columns(self) -> dict[str, str]:
@@ -89,16 +83,18 @@ class _ImageFolder:
         types = {"image": "height x width x 3 uint8", "label": label, "path": "str"}
         return {name: types[name] for name in self.names}
 
-    def read(self, indices: IndexArray) -> Any:
-        """Return the batch of these images, or of what `decode` makes of their samples."""
-        samples = [self._read_sample(index) for index in np.asarray(indices).tolist()]
-        if self.decode is not None:
-            return collate_decoded(samples, self.decode)
+    def read_samples(self, indices: IndexArray) -> list[Sample]:
+        """Return each of these images with its label and path; the image only if it is needed."""
+        return [self._read_sample(index) for index in indices.tolist()]
+
+    def read_columns(self, indices: IndexArray) -> dict[str, Any]:
+        """Return these images, their labels or paths by column."""
+        samples = self.read_samples(indices)
         columns = {}
         for name in self.names:
             values = [sample[name] for sample in samples]
             columns[name] = stack_values(name, values, values[0])
-        return list(columns.values()) if self.as_list else columns
+        return columns
 
     def find_damage(self) -> Iterator[Damage]:
         """Read all images, and yield those that cannot be read."""
@@ -119,7 +115,7 @@ class _ImageFolder:
 
     def _read_image(self, index: int) -> np.ndarray:
         try:
-            file = self._open(index)
+            file = self.files[index]
             data = file.read(0, file.size)
         except InputError as error:
             raise ValueError(error.problem) from error
@@ -128,15 +124,9 @@ class _ImageFolder:
     def _make_damage(self, index: int, error: ValueError) -> Damage:
         return Damage(self.get_path(index), index, 1, str(error))
 
-    def _open(self, index: int) -> DataFile:
-        return self.open_again(self.get_path(index))
-
     def get_path(self, index: int) -> str:
         """Return the path of an image."""
-        begin = int(self.ends[index])
-        end = int(self.ends[index + 1])
-        text = self.text[begin:end]
-        return self.folder + os.fsdecode(text)
+        return self.folder + os.fsdecode(self.paths[index].item())
 
 
 def open_images(

@@ -26,7 +26,7 @@ from stepladder.data.readers.json_values import (
     parse_object,
 )
 from stepladder.data.readers.open_options import OpenOptions
-from stepladder.data.readers.records import IndexedFiles, RecordSource
+from stepladder.data.readers.records import IndexedSource
 from stepladder.data.table import select_columns
 
 SCANNED_BYTES = 16 << 20  # at once
@@ -72,21 +72,22 @@ def find_lines(file: DataFile, has_quotes: bool, first_byte: int = 0) -> Iterato
     yield np.array([file.size], np.int64)
 
 
-class _JsonLines(IndexedFiles):
+class JsonLinesSource(IndexedSource):
     """A JSON object a line."""
 
-    name = "jsonl"
-
     def __init__(self, files: list[DataFile], options: OpenOptions) -> None:
-        super().__init__(files, lambda file: find_lines(file, has_quotes=False), options)
+        super().__init__("jsonl", files, options)
         # The type of each column, by the first records.
         self.types: dict[str, ValueType] = {}
-        first = self.parse_first(parse_object, options.typed_records)
         if options.decode is None:  # which takes values as they are
-            names = options.columns or collect_names(first)
-            for name in names:
+            first = self.parse_first(options.typed_records)
+            for name in options.columns or collect_names(first):
                 values = [sample[name] for sample in first if name in sample]
                 self.types[name] = find_value_type(f"{name} of {files[0].name}", values)
+
+    def find_offsets(self, file: DataFile) -> Iterator[IndexArray]:
+        """Yield where lines begin, and where the last one ends."""
+        return find_lines(file, has_quotes=False)
 
     def parse(self, number: int, data: bytes, names: frozenset[str] | None) -> Sample:
         """Return the object.
@@ -105,13 +106,10 @@ class _JsonLines(IndexedFiles):
         return self.types[name].make_column(name, values)
 
 
-class _CsvLines(IndexedFiles):
+class CsvSource(IndexedSource):
     """A line of values after a header line with the names of the columns."""
 
-    name = "csv"
-
     def __init__(self, files: list[DataFile], options: OpenOptions) -> None:
-        super().__init__(files, self._find_rows, options)
         suffix = PurePath(files[0].name).suffix
         self.delimiter = "\t" if suffix.lower() == ".tsv" else ","
         # The names of the columns as the caller gives them, or None.
@@ -127,6 +125,7 @@ class _CsvLines(IndexedFiles):
             elif header != self.header:
                 problem = f"{file.name} has other columns than {files[0].name}"
                 raise InputError(problem, "files with one header line")
+        super().__init__("csv", files, options)
         # The type of the numbers of each column, None for texts.
         self.types: dict[str, np.dtype[Any] | None] = {}
         if options.decode is None:  # which takes texts
@@ -197,7 +196,8 @@ class _CsvLines(IndexedFiles):
             raise InputError("it has no values", DAMAGE_HINT)
         return values
 
-    def _find_rows(self, file: DataFile) -> Iterator[IndexArray]:
+    def find_offsets(self, file: DataFile) -> Iterator[IndexArray]:
+        """Yield where lines of values begin, and where the last one ends."""
         return find_lines(file, self.has_quotes[file.name], self.first_bytes[file.name])
 
     def _read_header(self, file: DataFile) -> tuple[list[str], int]:
@@ -245,7 +245,7 @@ class _CsvLines(IndexedFiles):
 
     def _find_types(self, options: OpenOptions) -> dict[str, np.dtype[Any] | None]:
         """Return the types of the columns, by the first records and what the caller has set."""
-        rows = self.parse_first(lambda data: self.parse(0, data, None), options.typed_records)
+        rows = self.parse_first(options.typed_records)
         types = {name: _find_type([row[name] for row in rows]) for name in self.header}
         if options.dtypes is None:
             return types
@@ -261,13 +261,3 @@ def _find_type(texts: list[str]) -> np.dtype[Any] | None:
                 parse_numbers(texts, dtype)
             return dtype
     return None
-
-
-def open_json_lines(files: list[DataFile], options: OpenOptions) -> RecordSource:
-    """Return the objects of JSON Lines files."""
-    return RecordSource(files, _JsonLines(files, options), options)
-
-
-def open_csv(files: list[DataFile], options: OpenOptions) -> RecordSource:
-    """Return the rows of CSV files."""
-    return RecordSource(files, _CsvLines(files, options), options)

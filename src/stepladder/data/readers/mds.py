@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -15,20 +15,15 @@ import xxhash
 from stepladder.core.errors import InputError, as_input_error
 from stepladder.core.order import IndexArray
 from stepladder.core.typed_file import parse_json
-from stepladder.data.readers.batches import (
-    Sample,
-    decode_image,
-    join_lists,
-    stack_values,
-    validate_type,
-)
+from stepladder.data.readers.batches import Sample, decode_image, validate_type
 from stepladder.data.readers.companions import is_companion
 from stepladder.data.readers.damage import DAMAGE_HINT, Damage
 from stepladder.data.readers.files import DataFile, read_pieces
 from stepladder.data.readers.json_values import decode_json
 from stepladder.data.readers.listing import validate_distinct
 from stepladder.data.readers.open_options import OpenOptions
-from stepladder.data.readers.records import OPEN_INDEXES, RecordSource
+from stepladder.data.readers.records import RecordSource
+from stepladder.data.table import join_lists
 
 MDS_INDEX = "index.json"
 LENGTH_TYPE = np.dtype("<u4")
@@ -79,23 +74,19 @@ class _MdsIndex:
     shards: list[_MdsShard]
 
 
-class _MdsSamples:
-    """Samples in the shards of one folder."""
+class _MdsSource(RecordSource):
+    """Samples of MDS shards, which have checksums of whole files."""
 
-    name = "mds"
-
-    def __init__(self, files: list[DataFile], shards: list[_MdsShard]) -> None:
+    def __init__(
+        self, files: list[DataFile], shards: list[_MdsShard], options: OpenOptions
+    ) -> None:
         self.files = files
         self.shards = shards
-        self.get_offsets = lru_cache(OPEN_INDEXES)(self._read_offsets)
         columns = list(zip(shards[0].column_names, shards[0].column_encodings, strict=True))
         file = files[0].name
         self.decoders = {name: _find_decoder(encoding, file, name) for name, encoding in columns}
         self.ragged = frozenset(name for name, encoding in columns if _has_lengths(encoding))
-
-    def get_counts(self) -> list[int]:
-        """Return the number of samples of each shard."""
-        return [shard.samples for shard in self.shards]
+        super().__init__("mds", files, [shard.samples for shard in shards], options)
 
     def parse(self, number: int, data: bytes, names: frozenset[str] | None) -> Sample:
         """Return the values of a sample; before them are the lengths of those without a fixed one.
@@ -124,7 +115,7 @@ class _MdsSamples:
     def make_column(self, name: str, values: list[Any], first: Any) -> Any:
         """Return values of a column as one; arrays that say their own shape as Ragged."""
         if name not in self.ragged:
-            return stack_values(name, values, first)
+            return super().make_column(name, values, first)
         validate_type(name, values, first)
         return join_lists(values)
 
@@ -134,7 +125,7 @@ class _MdsSamples:
         except (IndexError, TypeError, RecursionError) as error:
             raise ValueError(f"column {name}: {error}") from error
 
-    def _read_offsets(self, number: int) -> IndexArray:
+    def load_offsets(self, number: int) -> IndexArray:
         """Return where the samples of a shard begin, and where the last one ends."""
         file = self.files[number]
         count = self.shards[number].samples
@@ -145,14 +136,6 @@ class _MdsSamples:
         if not is_whole or offsets[-1] > file.size or (np.diff(offsets) < 0).any():
             raise Damage(file.name, 0, count, "where its samples begin is damaged").as_error()
         return offsets
-
-
-class _MdsSource(RecordSource):
-    """A source over MDS shards, which have checksums of whole files."""
-
-    def __init__(self, samples: _MdsSamples, options: OpenOptions) -> None:
-        super().__init__(samples.files, samples, options)
-        self.shards = samples.shards
 
     def find_damage(self) -> Iterator[Damage]:
         """Compare shards with their checksums, read all samples, and yield what is damaged."""
@@ -197,10 +180,8 @@ def open_mds(folders: list[str], listed: list[str], options: OpenOptions) -> _Md
     for folder in folders:
         base = folder.rstrip("/")
         index = options.open_file(f"{base}/{MDS_INDEX}")
-        try:
+        with as_input_error(f"{index.name} cannot be used", DAMAGE_HINT, (ValueError,)):
             parsed = parse_json(index.read(0, index.size), _MdsIndex)
-        except ValueError as error:
-            raise InputError(f"{index.name} cannot be used: {error}", DAMAGE_HINT) from error
         for shard in parsed.shards:
             shards.append(shard)
             _validate_shard(index.name, shard, shards[0])
@@ -212,7 +193,7 @@ def open_mds(folders: list[str], listed: list[str], options: OpenOptions) -> _Md
     for name in listed:
         if Path(name) not in named and not is_companion(name):
             raise InputError(f"{MDS_INDEX} does not name {name}", "shards of one index alone")
-    return _MdsSource(_MdsSamples(files, shards), options)
+    return _MdsSource(files, shards, options)
 
 
 def _validate_shard(index: str, shard: _MdsShard, first: _MdsShard) -> None:

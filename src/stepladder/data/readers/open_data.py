@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from os import fsdecode
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from stepladder.core.errors import InputError, as_input_error
 from stepladder.core.extras import import_extra
@@ -18,7 +18,7 @@ from stepladder.data.readers.companions import (
     has_suffix,
     is_companion,
 )
-from stepladder.data.readers.damage import Damage
+from stepladder.data.readers.file_rows import OpenedSource
 from stepladder.data.readers.files import DATA_HINT, DataFile, is_url
 from stepladder.data.readers.images import open_images
 from stepladder.data.readers.listing import (
@@ -32,12 +32,11 @@ from stepladder.data.readers.listing import (
 from stepladder.data.readers.mds import MDS_INDEX, open_mds
 from stepladder.data.readers.open_options import OpenOptions, convert_columns
 from stepladder.data.shards.shard import H5_SUFFIXES
-from stepladder.data.source import Source
 
 
 @dataclass(frozen=True)
 class _FileFormat:
-    """A format whose files are each opened by themselves.
+    """A format.
 
     Args:
         suffixes: What the names of its files end in.
@@ -51,57 +50,28 @@ class _FileFormat:
 
 
 TOKENS = "tokens"
+MDS = "mds"
+IMAGE_FOLDER = "images"
 FORMATS = {
     "parquet": _FileFormat((".parquet",), "parquet_files", "open_parquet_files"),
     "arrow": _FileFormat((".arrow",), "arrow_files", "open_arrow_files"),
-    "webdataset": _FileFormat((".tar",), "webdataset", "open_tar_files"),
+    "webdataset": _FileFormat((".tar",), "webdataset", "TarSource"),
     "array_record": _FileFormat(
         (".arrayrecord", ".array_record"), "array_record", "ArrayRecordSource"
     ),
-    "jsonl": _FileFormat((".jsonl", ".ndjson"), "lines", "open_json_lines"),
-    "csv": _FileFormat((".csv", ".tsv"), "lines", "open_csv"),
+    "jsonl": _FileFormat((".jsonl", ".ndjson"), "lines", "JsonLinesSource"),
+    "csv": _FileFormat((".csv", ".tsv"), "lines", "CsvSource"),
     TOKENS: _FileFormat((".bin",), "arrays", "open_tokens"),
     "npy": _FileFormat((".npy",), "arrays", "open_npy"),
     "safetensors": _FileFormat((".safetensors",), "arrays", "open_safetensors"),
+    MDS: _FileFormat((), "mds", "open_mds"),  # which its index tells
+    IMAGE_FOLDER: _FileFormat(IMAGE_SUFFIXES, "images", "open_images"),
 }
-MDS = "mds"
-IMAGE_FOLDER = "images"
 INDEXED_FORMATS = ("webdataset", "jsonl", "csv")
-FORMAT_NAMES = ", ".join([*FORMATS, MDS, IMAGE_FOLDER])
+FORMAT_NAMES = ", ".join(FORMATS)
 FORMAT_HINT = f"open_data(PATH, format=FORMAT), where FORMAT is one of: {FORMAT_NAMES}"
 COMPRESSED = (".gz", ".tgz", ".bz2", ".xz", ".zst", ".lz4", ".zip")
 COMPRESSED_HINT = "a decompressed copy in a folder of its own, such as of gzip -dk or zstd -dk"
-
-
-class OpenedSource(Source, Protocol):
-    """A source that `open_data` returns."""
-
-    # The name of its format.
-    format: str
-
-    @property
-    def num_files(self) -> int:
-        """The number of files."""
-        ...
-
-    @property
-    def num_bytes(self) -> int:
-        """The bytes of all files."""
-        ...
-
-    @property
-    def columns(self) -> dict[str, str]:
-        """The columns and their types, for people."""
-        ...
-
-    @property
-    def fingerprint(self) -> str | None:
-        """A text that is another one when the samples are; None with `decode`."""
-        ...
-
-    def find_damage(self) -> Iterator[Damage]:
-        """Read all samples, and yield those that cannot be read."""
-        ...
 
 
 def open_data(
@@ -180,7 +150,7 @@ def open_named(paths: list[str], format: str | None, options: OpenOptions) -> Op
     chosen = format or find_format(listed)
     if chosen == MDS:
         names = [name for name in listed if Path(name).name == MDS_INDEX]
-    elif chosen == IMAGE_FOLDER or chosen in FORMATS:
+    elif chosen in FORMATS:
         names = _select_names(listed, paths, chosen, format is not None)
     else:
         raise _make_format_error(paths[0], listed, format)
@@ -220,7 +190,7 @@ def _select_names(listed: list[str], paths: list[str], chosen: str, is_given: bo
     Raises:
         InputError: Another file may hold samples, which would be missing.
     """
-    suffixes = _get_suffixes(chosen)
+    suffixes = FORMATS[chosen].suffixes
     names = []
     for name in listed:
         if has_suffix(name, suffixes) or (is_given and chosen != IMAGE_FOLDER):
@@ -234,11 +204,6 @@ def _select_names(listed: list[str], paths: list[str], chosen: str, is_given: bo
                 hint = COMPRESSED_HINT
             raise InputError(f"{name} is no file of {chosen}, as others are", hint)
     return names
-
-
-def _get_suffixes(chosen: str) -> tuple[str, ...]:
-    """Return what the names of a format's files end in."""
-    return IMAGE_SUFFIXES if chosen == IMAGE_FOLDER else FORMATS[chosen].suffixes
 
 
 def _open_files(
@@ -257,8 +222,8 @@ def find_format(names: list[str]) -> str | None:
     if MDS_INDEX in base_names and (len(names) == 1 or any(".mds" in name for name in base_names)):
         return MDS
     counts = {
-        name: sum(has_suffix(file, _get_suffixes(name)) for file in names)
-        for name in (*FORMATS, IMAGE_FOLDER)
+        name: sum(has_suffix(file, file_format.suffixes) for file in names)
+        for name, file_format in FORMATS.items()
     }
     best = max(counts, key=lambda name: counts[name])
     return best if counts[best] else None

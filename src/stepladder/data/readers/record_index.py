@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
-import os
 import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +14,7 @@ from stepladder.core.durable import replace_file
 from stepladder.core.errors import as_input_error
 from stepladder.core.folders import get_cache_folder
 from stepladder.core.order import IndexArray
-from stepladder.data.readers.block_cache import SPACE_HINT, lock_places
+from stepladder.data.readers.block_cache import SPACE_HINT, lock_places, map_file
 from stepladder.data.readers.companions import INDEX_SUFFIX
 from stepladder.data.readers.files import DataFile, LocalFile, shorten
 
@@ -128,12 +126,8 @@ def _map_index(path: Path, header: bytes, oldest_ns: int = 0) -> IndexArray | No
         header: The bytes with which it begins.
         oldest_ns: When it must have been written, or later.
     """
-    try:
-        with path.open("rb") as file:
-            if os.fstat(file.fileno()).st_mtime_ns < oldest_ns:
-                return None
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except (OSError, ValueError):  # an empty file cannot be mapped
+    mapped = map_file(path, oldest_ns)
+    if mapped is None:
         return None
     if mapped[: len(header)] != header or (len(mapped) - len(header)) % 8:
         return None

@@ -4,43 +4,55 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from stepladder.core.errors import InputError
 from stepladder.core.order import IndexArray
 from stepladder.data.local_files import make_change_error
-from stepladder.data.readers.batches import DECODE_HINT, Sample, collate_decoded
-from stepladder.data.readers.damage import Damage, locate_error
+from stepladder.data.readers.batches import DECODE_HINT, Sample, stack_values
+from stepladder.data.readers.damage import Damage, describe_error, locate_error
 from stepladder.data.readers.file_rows import FileRows
 from stepladder.data.readers.files import DataFile
 from stepladder.data.readers.open_options import OpenOptions
-from stepladder.data.readers.record_index import FindOffsets, load_index
-from stepladder.data.table import Ragged, select_columns
+from stepladder.data.readers.record_index import load_index
+from stepladder.data.table import find_column, select_columns
 
 MAX_FIRST_RECORDS = 16  # of which one shows the columns; the others may be damaged
 OPEN_INDEXES = 64  # the most files whose offsets are kept in memory
 
 
-class _RecordFormat(Protocol):
-    """How a format divides its files into records.
+class RecordSource(FileRows):
+    """A source that reads each record of its files by itself.
 
-    The `number` of a file is its index in the list of files.
+    A subclass is a format: it says where records are, and what they mean. The `number` of a file is
+    its index in the list of files.
     """
 
-    # The name of the format.
-    name: str
+    def __init__(
+        self, format_name: str, files: list[DataFile], counts: list[int], options: OpenOptions
+    ) -> None:
+        super().__init__(format_name, files, counts, options)
+        # The first record that can be read, and its values by column.
+        self.first_index = self._find_readable()
+        self.first = self._parse_records(self.first_index, None)[0]
+        # The columns of a batch.
+        self.names = select_columns(options.columns or (), self.first, files[0].name)
+        self.name_set = frozenset(self.names)
+        # The columns that are parsed; None for all.
+        self.needed = None if options.columns is None else frozenset(self.names)
 
-    def get_offsets(self, number: int) -> IndexArray:
+    @cached_property
+    def get_offsets(self) -> Callable[[int], IndexArray]:
+        """Returns what `load_offsets` does, which some files have in memory."""
+        return lru_cache(OPEN_INDEXES)(self.load_offsets)
+
+    def load_offsets(self, number: int) -> IndexArray:
         """Return where the records of a file begin, and where the last one ends."""
-        ...
-
-    def get_counts(self) -> list[int]:
-        """Return the number of records of each file."""
-        ...
+        raise NotImplementedError
 
     def parse(self, number: int, data: bytes, names: frozenset[str] | None) -> Sample:
         """Return the values of a record by column.
@@ -54,7 +66,7 @@ class _RecordFormat(Protocol):
             ValueError: The record is damaged.
             InputError: The same, with a HINT.
         """
-        ...
+        raise NotImplementedError
 
     def make_column(self, name: str, values: list[Any], first: Any) -> Any:
         """Return the values of one column as an array, as Ragged, or as the same list.
@@ -68,83 +80,12 @@ class _RecordFormat(Protocol):
             ValueError: A value is of another type than the column.
             InputError: The same, with a HINT.
         """
-        ...
+        return stack_values(name, values, first)
 
-
-class IndexedFiles:
-    """The offsets of the records in files of a format that needs an index of them.
-
-    Args:
-        files: The files.
-        find_offsets: Finds the offsets of a file, to make its index.
-    """
-
-    # The name of the format.
-    name: str
-
-    def __init__(
-        self, files: list[DataFile], find_offsets: FindOffsets, options: OpenOptions
-    ) -> None:
-        self.files = files
-        self.find_offsets = find_offsets
-        # Whether an index is written beside its file, not into the cache.
-        self.writes_beside_files = options.index_beside
-        # Returns the offsets of the file with a number, as in `_RecordFormat`.
-        self.get_offsets = lru_cache(OPEN_INDEXES)(self._load)
-        # The length of the offsets of each file that was read before, by its number.
-        self.lengths: dict[int, int] = {}
-
-    def _load(self, number: int) -> IndexArray:
-        file = self.files[number]
-        kind = self.get_index_kind(file)
-        offsets = load_index(file, self.find_offsets, kind, self.writes_beside_files)
-        # The cache of `get_offsets` drops some offsets, and these are loaded once more.
-        expected_length = self.lengths.setdefault(number, len(offsets))
-        if len(offsets) != expected_length:
-            raise make_change_error(file.name)
-        return offsets
-
-    def get_index_kind(self, file: DataFile) -> str:
-        """Return what an index of a file depends on besides the file."""
-        return self.name
-
-    def parse_first(self, parse: Callable[[bytes], Sample], count: int) -> list[Sample]:
-        """Return the first records, `count` at most, of the first file that has readable ones.
-
-        Damaged records are left out; they are named when they are read.
-        """
-        samples: list[Sample] = []
-        for number, file in enumerate(self.files):
-            offsets = self.get_offsets(number)[: count + 1]
-            for begin, end in pairwise(offsets.tolist()):
-                with suppress(ValueError, InputError):
-                    samples.append(parse(file.read(begin, end)))
-            if samples:
-                break
-        return samples
-
-    def get_counts(self) -> list[int]:
-        """Return the number of records of each file."""
-        return [max(0, len(self.get_offsets(number)) - 1) for number in range(len(self.files))]
-
-
-class RecordSource(FileRows):
-    """A source that reads each record of its files by itself."""
-
-    def __init__(
-        self, files: list[DataFile], record_format: _RecordFormat, options: OpenOptions
-    ) -> None:
-        super().__init__(record_format.name, files, record_format.get_counts(), options)
-        # How the format divides the files into records.
-        self.records = record_format
-        # The first record that can be read, and its values by column.
-        self.first_index = self._find_readable()
-        self.first = self._read_samples(self.first_index, None)[0]
-        # The columns of a batch.
-        self.names = select_columns(options.columns or (), self.first, files[0].name)
-        self.name_set = frozenset(self.names)
-        # The columns that are parsed; None for all.
-        self.needed = None if options.columns is None else frozenset(self.names)
+    def read_records(self, number: int, rows: IndexArray) -> list[bytes]:
+        """Return the bytes of the records in these rows of a file."""
+        offsets = self.get_offsets(number)
+        return self.files[number].read_parts(offsets[rows].tolist(), offsets[rows + 1].tolist())
 
     @property
     def columns(self) -> dict[str, str]:
@@ -156,43 +97,41 @@ class RecordSource(FileRows):
             else:  # which gets the values as they are
                 value = self.first[name]
                 column = value[np.newaxis] if isinstance(value, np.ndarray) else [value]
-            descriptions[name] = _describe_column(column)
+            descriptions[name] = str(find_column(column) or type(column[0]).__name__)
         return descriptions
 
-    def read(self, indices: IndexArray) -> Any:
-        """Return the batch of these samples: their columns, or what `decode` makes of them."""
-        indices = np.asarray(indices)
-        samples = self._read_samples(indices, self.needed)
-        if self.decode is not None:
-            return collate_decoded(samples, self.decode)
+    def read_samples(self, indices: IndexArray) -> list[Sample]:
+        """Return the records in the order of their indices, with at least the named columns."""
+        return self._parse_records(indices, self.needed)
+
+    def read_columns(self, indices: IndexArray) -> dict[str, Any]:
+        """Return the columns of these records."""
+        samples = self.read_samples(indices)
         for index, sample in zip(indices, samples, strict=True):
             if problem := self._find_name_problem(sample):
                 file, row = self._find_record(index)
                 hint = f"columns=, names that all records have, or {DECODE_HINT}"
                 raise InputError(f"{file}: record {row} {problem}", hint)
-        return self.make_batch(
-            {name: self._make_column(name, samples, indices) for name in self.names}
-        )
+        return {name: self._make_column(name, samples, indices) for name in self.names}
 
     def find_damage(self) -> Iterator[Damage]:
         """Read all records, and yield those that cannot be read."""
-        for number in range(len(self.files)):
+        for number in range(self.num_files):
             yield from self.find_damage_in(number)
 
     def find_damage_in(self, number: int) -> Iterator[Damage]:
         """Read all records of one file, and yield those that cannot be read."""
         for row in range(self.count_rows(number)):
             try:
-                sample = self._read_sample(number, row)
+                (data,) = self.read_records(number, np.array([row]))
+                sample = self.parse(number, data, None)
                 if self.decode is None:
                     if problem := self._find_name_problem(sample):
                         raise ValueError(f"it {problem}")
                     for name in self.names:
                         self._stack(name, [sample])
-            except ValueError as error:
-                yield Damage(self.files[number].name, row, 1, str(error))
-            except InputError as error:
-                yield Damage(self.files[number].name, row, 1, error.problem)
+            except (ValueError, InputError) as error:
+                yield describe_error(self.files[number].name, row, error)
 
     def _find_readable(self) -> IndexArray:
         """Return the first record that can be read, of the first MAX_FIRST_RECORDS; shape (1,).
@@ -204,37 +143,28 @@ class RecordSource(FileRows):
         for index in range(min(len(self), MAX_FIRST_RECORDS)):
             number = np.array([index])
             try:
-                self._read_samples(number, None)
+                self._parse_records(number, None)
             except InputError as error:
                 errors.append(error)
             else:
                 return number
         raise errors[0]
 
-    def _read_samples(self, indices: IndexArray, names: frozenset[str] | None) -> list[Sample]:
+    def _parse_records(self, indices: IndexArray, names: frozenset[str] | None) -> list[Sample]:
         """Return the samples in the order of their indices, with at least these columns."""
         samples: list[Sample] = [{}] * len(indices)
         for number, positions, rows in self.locate(indices):
-            offsets = self.records.get_offsets(number)
-            begins = offsets[rows].tolist()
-            parts = self.files[number].read_parts(begins, offsets[rows + 1].tolist())
             parsed: list[Sample] = []
+            records = self.read_records(number, rows)
             try:
-                for data in parts:
-                    parsed.append(self.records.parse(number, data, names))
+                for data in records:
+                    parsed.append(self.parse(number, data, names))
             except (ValueError, InputError) as error:
                 row = int(rows[len(parsed)])
                 raise locate_error(self.files[number].name, row, error) from error
             for position, sample in zip(positions.tolist(), parsed, strict=True):
                 samples[position] = sample
         return samples
-
-    def _read_sample(self, number: int, row: int) -> Sample:
-        """Return the record in a row of a file. Raises ValueError if it is damaged."""
-        offsets = self.records.get_offsets(number)
-        begin = int(offsets[row])
-        data = self.files[number].read(begin, int(offsets[row + 1]))
-        return self.records.parse(number, data, None)
 
     def _find_name_problem(self, sample: Sample) -> str:
         """Return how the columns of a sample are not those of the first, "" if they are."""
@@ -264,7 +194,7 @@ class RecordSource(FileRows):
     def _stack(self, name: str, samples: list[Sample]) -> Any:
         """Return one column of samples."""
         values = [sample[name] for sample in samples]
-        return self.records.make_column(name, values, self.first[name])
+        return self.make_column(name, values, self.first[name])
 
     def _find_record(self, index: np.int64) -> tuple[str, int]:
         """Return the file of a sample, and the number of its record there."""
@@ -272,10 +202,49 @@ class RecordSource(FileRows):
         return self.files[number].name, int(rows[0])
 
 
-def _describe_column(column: Any) -> str:
-    """Return the type of the values of a column, of one sample or more, as a text to print."""
-    if isinstance(column, Ragged):
-        return f"lists of {column.values.dtype}"
-    if isinstance(column, np.ndarray):
-        return f"{' x '.join(map(str, column.shape[1:]))} {column.dtype}".strip()
-    return type(column[0]).__name__
+class IndexedSource(RecordSource):
+    """Records of a format that needs an index of where they are in each file."""
+
+    def __init__(self, format_name: str, files: list[DataFile], options: OpenOptions) -> None:
+        self.format = format_name
+        self.files = files
+        # Whether an index is written beside its file, not into the cache.
+        self.writes_beside_files = options.index_beside
+        # The length of the offsets of each file that was read before, by its number.
+        self.lengths: dict[int, int] = {}
+        counts = [max(0, len(self.get_offsets(number)) - 1) for number in range(len(files))]
+        super().__init__(format_name, files, counts, options)
+
+    def find_offsets(self, file: DataFile) -> Iterator[IndexArray]:
+        """Yield the offsets of a file in parts, to make its index."""
+        raise NotImplementedError
+
+    def get_index_kind(self, file: DataFile) -> str:
+        """Return what an index of a file depends on besides the file."""
+        return self.format
+
+    def load_offsets(self, number: int) -> IndexArray:
+        """Return where the records of a file begin, and where the last one ends."""
+        file = self.files[number]
+        kind = self.get_index_kind(file)
+        offsets = load_index(file, self.find_offsets, kind, self.writes_beside_files)
+        # The cache of `get_offsets` drops some offsets, and these are loaded once more.
+        expected_length = self.lengths.setdefault(number, len(offsets))
+        if len(offsets) != expected_length:
+            raise make_change_error(file.name)
+        return offsets
+
+    def parse_first(self, count: int) -> list[Sample]:
+        """Return the first records, `count` at most, of the first file that has readable ones.
+
+        Damaged records are left out; they are named when they are read.
+        """
+        samples: list[Sample] = []
+        for number, file in enumerate(self.files):
+            offsets = self.get_offsets(number)[: count + 1]
+            for begin, end in pairwise(offsets.tolist()):
+                with suppress(ValueError, InputError):
+                    samples.append(self.parse(number, file.read(begin, end), None))
+            if samples:
+                break
+        return samples

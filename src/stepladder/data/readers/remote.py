@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -25,35 +26,27 @@ PLAIN_BYTES = {"Accept-Encoding": "identity"}
 INSTALL_HINT = "pip install 'stepladder[http]'"
 
 
-class _FileSystems:
-    """The file systems of fsspec, which a process must not inherit by a fork."""
+def _get_file_system(url: str) -> Any:
+    """Return the file system of fsspec's for a URL.
 
-    def __init__(self) -> None:
-        self.by_process: dict[tuple[int, str], Any] = {}
-
-    def get(self, url: str) -> Any:
-        """Return the file system of a URL.
-
-        Raises:
-            InputError: A library for it is missing, or it is no URL of HTTP.
-        """
-        protocol = url.split("://")[0]
-        if protocol not in ("http", "https"):
-            raise InputError(f"{url}: only http:// and https:// are read", "copy it to a folder")
-        key = (os.getpid(), protocol)
-        if key not in self.by_process:
-            try:
-                import fsspec  # an extra, as aiohttp for HTTP
-
-                self.by_process[key] = fsspec.filesystem(
-                    protocol, skip_instance_cache=True, **_make_http_options()
-                )
-            except ImportError as error:
-                raise InputError(f"{url}: {get_reason(error)}", INSTALL_HINT) from error
-        return self.by_process[key]
+    Raises:
+        InputError: A library for it is missing, or it is no URL of HTTP.
+    """
+    protocol = url.split("://")[0]
+    if protocol not in ("http", "https"):
+        raise InputError(f"{url}: only http:// and https:// are read", "copy it to a folder")
+    try:
+        return _make_file_system(protocol, os.getpid())
+    except ImportError as error:
+        raise InputError(f"{url}: {get_reason(error)}", INSTALL_HINT) from error
 
 
-FILE_SYSTEMS = _FileSystems()
+@lru_cache
+def _make_file_system(protocol: str, process: int) -> Any:
+    """Return a file system of this process, which another one must not inherit by a fork."""
+    import fsspec  # an extra, as aiohttp for HTTP
+
+    return fsspec.filesystem(protocol, skip_instance_cache=True, **_make_http_options())
 
 
 def _make_http_options() -> dict[str, Any]:
@@ -73,9 +66,9 @@ def list_urls(url: str) -> list[str]:
         InputError: There are none.
     """
     if "*" in url:
-        found = _call_again(url, lambda: FILE_SYSTEMS.get(url).glob(url))
+        found = _call_again(url, lambda: _get_file_system(url).glob(url))
     elif url.endswith("/"):
-        found = _call_again(url, lambda: FILE_SYSTEMS.get(url).find(url))
+        found = _call_again(url, lambda: _get_file_system(url).find(url))
     else:
         found = [url]
     if not found:
@@ -89,7 +82,7 @@ class UrlFile:
     def __init__(self, url: str, cache: BlockCache) -> None:
         self.name = url
         self.cache = cache
-        info = _call_again(url, lambda: FILE_SYSTEMS.get(url).info(url))
+        info = _call_again(url, lambda: _get_file_system(url).info(url))
         if info.get("size") is None:
             raise InputError(f"{url}: the server does not say its size", "copy it to a folder")
         self.size = int(info["size"])
@@ -163,7 +156,7 @@ class UrlFile:
 
         def fetch_rest() -> None:
             missing = [place for place in range(len(begins)) if place not in parts]
-            answers = FILE_SYSTEMS.get(self.name).cat_ranges(
+            answers = _get_file_system(self.name).cat_ranges(
                 [self.name] * len(missing),
                 [begins[place] for place in missing],
                 [ends[place] for place in missing],

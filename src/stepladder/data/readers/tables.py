@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -14,18 +14,12 @@ from pyarrow import types
 
 from stepladder.core.errors import InputError, as_input_error, get_reason
 from stepladder.core.order import IndexArray
-from stepladder.data.readers.batches import (
-    DECODE_HINT,
-    collate_decoded,
-    decode_image,
-    join_lists,
-    stack_values,
-)
+from stepladder.data.readers.batches import DECODE_HINT, Sample, decode_image, stack_values
 from stepladder.data.readers.damage import Damage
-from stepladder.data.readers.file_rows import FilesSource
+from stepladder.data.readers.file_rows import OpenedSource
 from stepladder.data.readers.files import DataFile
 from stepladder.data.readers.open_options import OpenOptions
-from stepladder.data.table import Column, Ragged, input_error, select_columns
+from stepladder.data.table import Column, Ragged, input_error, join_lists, select_columns
 
 POOL_BYTES = 48 << 20  # of tables in the memory of a process
 MIN_TABLES = 4
@@ -61,31 +55,57 @@ class TablePart:
         return Damage(self.file, self.first_row, self.rows, reason)
 
 
-class TableSource(FilesSource):
+# Of a group of rows that is read at once: the number of rows, its bytes in memory, about, and a
+# function that returns these columns of it as a table.
+ReadColumns = Callable[[list[str]], Any]
+Groups = Iterable[tuple[int, int, ReadColumns]]
+ListGroups = Callable[[int], tuple[Any, Groups]]
+
+
+class TableSource(OpenedSource):
     """Rows of many tables, some of which are in memory."""
 
     def __init__(
-        self,
-        format_name: str,
-        files: list[DataFile],
-        parts: list[TablePart],
-        schema: Any,
-        options: OpenOptions,
+        self, format_name: str, files: list[DataFile], list_groups: ListGroups, options: OpenOptions
     ) -> None:
-        edges: IndexArray = np.cumsum([0, *(part.rows for part in parts)])
+        """Find the parts of all files.
+
+        Args:
+            format_name: The name of the format.
+            files: The files, whose rows follow each other.
+            list_groups: Called with the number of a file; it returns the columns and the groups.
+            options: What the caller of `open_data` has set.
+
+        Raises:
+            InputError: A file is damaged, or has other columns than the first, or no file has rows.
+        """
+        self.parts: list[TablePart] = []
+        listed = list(map(list_groups, range(len(files))))
+        schema, _ = listed[0]
+        for file, (file_schema, groups) in zip(files, listed, strict=True):
+            if not file_schema.equals(schema):
+                problem = f"{file.name} has other columns than {files[0].name}"
+                raise InputError(problem, "a pattern of files that belong together")
+            first_row = 0
+            for rows, size, read in groups:
+                if rows:
+                    self.parts.append(TablePart(file.name, first_row, rows, size, read))
+                first_row += rows
+        if not self.parts:
+            raise InputError(f"{files[0].name} has no rows", "a file with rows")
+        edges: IndexArray = np.cumsum([0, *(part.rows for part in self.parts)])
         super().__init__(format_name, files, edges, options)
-        self.parts = parts
-        self.names = select_columns(options.columns or (), schema.names, parts[0].file)
+        self.names = select_columns(options.columns or (), schema.names, files[0].name)
         self.types = {name: schema.field(name).type for name in self.names}
         for name, kind in self.types.items():
-            problem = f"cannot use {parts[0].file}: column {name} is {kind}"
+            problem = f"cannot use {files[0].name}: column {name} is {kind}"
             with as_input_error(problem, NO_COLUMN, (*PARQUET_DAMAGE, NotImplementedError)):
                 pa.schema({name: kind}).empty_table().take(pa.array([], pa.int64()))
-        self.numbers = {name: _find_numbers(kind) for name, kind in self.types.items()}
-        self.is_list = {
-            name: column is not None and column.is_list for name, column in self.numbers.items()
-        }
-        largest = max(part.size for part in parts)
+        # What the columns of numbers are; None for others, and for all if `decode` takes values.
+        self.numbers: dict[str, Column | None] = dict.fromkeys(self.names)
+        if options.decode is None:
+            self.numbers = {name: _find_numbers(kind) for name, kind in self.types.items()}
+        largest = max(part.size for part in self.parts)
         self.chunks_in_memory = min(MAX_TABLES, max(MIN_TABLES, POOL_BYTES // max(1, largest)))
         self._load = lru_cache(options.tables_in_memory or self.chunks_in_memory)(self._read_part)
 
@@ -94,20 +114,43 @@ class TableSource(FilesSource):
         """The name and the type of each column, as texts to print."""
         return {name: str(kind) for name, kind in self.types.items()}
 
-    def read(self, indices: IndexArray) -> Any:
-        """Return the batch of these rows: by column, or of what `decode` makes of them."""
-        indices = np.asarray(indices)
+    def read_samples(self, indices: IndexArray) -> list[Sample]:
+        """Return each of these rows as a dict of values of Python."""
+        columns = self._gather(indices)
+        rows = zip(*columns.values(), strict=True)
+        return [dict(zip(columns, row, strict=True)) for row in rows]
+
+    def read_columns(self, indices: IndexArray) -> dict[str, Any]:
+        """Return these rows by column."""
+        columns = self._gather(indices)
+        return {name: self._finish(name, columns[name]) for name in self.names}
+
+    def _finish(self, name: str, values: Any) -> Any:
+        """Return a column of a batch; lists of numbers become Ragged."""
+        if isinstance(values, np.ndarray):
+            return values
+        column = self.numbers[name]
+        if column is not None and column.is_list:
+            return join_lists(values)
+        return stack_values(name, values, values[0])
+
+    def _gather(self, indices: IndexArray) -> dict[str, Any]:
+        """Return rows of several parts by column, in the order of their indices."""
         numbers = self.edges.searchsorted(indices, "right") - 1
-        batch = _TakenRows(len(indices))
+        batch: dict[str, Any] = {}
         for number in np.unique(numbers).tolist():
             places = np.flatnonzero(numbers == number)
             rows = indices[places] - self.edges[number]
-            batch.add(places, self._take(number, rows))
-        if self.decode is not None:
-            return collate_decoded(batch.columns["rows"], self.decode)
-        return self.make_batch(
-            {name: batch.finish(name, self.is_list[name]) for name in self.names}
-        )
+            for name, values in self._take(number, rows).items():
+                if isinstance(values, np.ndarray):
+                    if name not in batch:
+                        batch[name] = np.empty((len(indices), *values.shape[1:]), values.dtype)
+                    batch[name][places] = values
+                    continue
+                items = batch.setdefault(name, [None] * len(indices))
+                for place, value in zip(places.tolist(), values, strict=True):
+                    items[place] = value
+        return batch
 
     def find_damage(self) -> Iterator[Damage]:
         """Read all rows, and yield those that cannot be read."""
@@ -131,29 +174,21 @@ class TableSource(FilesSource):
                         yield _make_value_damage(part, first + place, name, cause)
 
     def _take(self, number: int, rows: IndexArray) -> dict[str, Any]:
+        """Return rows of a part by column: arrays, or lists."""
         part = self.parts[number]
+        has_images = self.decode is None  # which gets values as they are
         try:
-            loaded = self._load(number)
-            if self.decode is not None:
-                columns = [
-                    _list_values(part, name, loaded.column(name), rows, is_image=False)
-                    for name in self.names
-                ]
-                return {
-                    "rows": [
-                        dict(zip(self.names, row, strict=True))
-                        for row in zip(*columns, strict=True)
-                    ]
-                }
-            return {name: _take_rows(part, name, column, rows) for name, column in loaded.items()}
+            columns = self._load(number)
+            return {
+                name: _take_rows(part, name, column, rows, has_images)
+                for name, column in columns.items()
+            }
         except PARQUET_DAMAGE as error:
             raise part.make_damage(get_reason(error)).as_error() from error
 
-    def _read_part(self, number: int) -> Any:
+    def _read_part(self, number: int) -> dict[str, Any]:
         part = self.parts[number]
         table = read_part(part, self.names)
-        if self.decode is not None:
-            return table
         return {
             name: self._convert(part, name, table.column(name).combine_chunks())
             for name in self.names
@@ -192,7 +227,7 @@ def _find_numbers(arrow_type: Any) -> Column | None:
     return Column(np.dtype(value_type.to_pandas_dtype()), shape, is_list)
 
 
-def _take_rows(part: TablePart, name: str, column: Any, rows: IndexArray) -> Any:
+def _take_rows(part: TablePart, name: str, column: Any, rows: IndexArray, has_images: bool) -> Any:
     """Return rows of a column: an array, or a list."""
     if isinstance(column, np.ndarray):
         return column[rows]
@@ -200,7 +235,7 @@ def _take_rows(part: TablePart, name: str, column: Any, rows: IndexArray) -> Any
         begins = column.offsets[rows].tolist()
         ends = column.offsets[rows + 1].tolist()
         return [column.values[begin:end] for begin, end in zip(begins, ends, strict=True)]
-    return _list_values(part, name, column, rows, _is_image(column.type))
+    return _list_values(part, name, column, rows, has_images and _is_image(column.type))
 
 
 def _list_values(
@@ -277,31 +312,3 @@ def _decode_struct(value: Any) -> np.ndarray:
     if not value or not value["bytes"]:
         raise ValueError("it has no bytes")
     return decode_image(value["bytes"])
-
-
-class _TakenRows:
-    """Rows of a batch that come from several tables."""
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-        self.columns: dict[str, Any] = {}
-
-    def add(self, places: IndexArray, taken: dict[str, Any]) -> None:
-        """Put rows of one table to their places in the batch."""
-        for name, values in taken.items():
-            if isinstance(values, np.ndarray):
-                if name not in self.columns:
-                    shape = (self.count, *values.shape[1:])
-                    self.columns[name] = np.empty(shape, values.dtype)
-                self.columns[name][places] = values
-                continue
-            items = self.columns.setdefault(name, [None] * self.count)
-            for place, value in zip(places.tolist(), values, strict=True):
-                items[place] = value
-
-    def finish(self, name: str, is_list: bool) -> Any:
-        """Return a column of the batch; lists of numbers become Ragged."""
-        values = self.columns[name]
-        if isinstance(values, np.ndarray):
-            return values
-        return join_lists(values) if is_list else stack_values(name, values, values[0])

@@ -12,13 +12,13 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 
 from stepladder.core.order import IndexArray
-from stepladder.data.readers.batches import Sample, decode_image, stack_values
+from stepladder.data.readers.batches import Sample, decode_image
 from stepladder.data.readers.damage import Damage
 from stepladder.data.readers.files import PIECE_BYTES, DataFile, FileView
 from stepladder.data.readers.json_values import decode_json
 from stepladder.data.readers.npy import read_npy_header
 from stepladder.data.readers.open_options import OpenOptions
-from stepladder.data.readers.records import IndexedFiles, RecordSource
+from stepladder.data.readers.records import IndexedSource
 
 END_BYTES = 2 * tarfile.BLOCKSIZE  # of zeros
 NUMBER_ENDINGS = ("cls", "cls2", "index", "count", "inx", "id")
@@ -48,13 +48,15 @@ class _Member(NamedTuple):
     next_header: int
 
 
-class _TarSamples(IndexedFiles):
+class TarSource(IndexedSource):
     """Samples in tar files."""
 
-    name = "webdataset"
-
     def __init__(self, files: list[DataFile], options: OpenOptions) -> None:
-        super().__init__(files, _find_samples, options)
+        super().__init__("webdataset", files, options)
+
+    def find_offsets(self, file: DataFile) -> Iterator[IndexArray]:
+        """Yield where samples begin, and where the last one ends."""
+        return _find_samples(file)
 
     def parse(self, number: int, data: bytes, names: frozenset[str] | None) -> Sample:
         """Return the fields of a sample, decoded by their suffix, and its `__key__`.
@@ -69,15 +71,6 @@ class _TarSamples(IndexedFiles):
                 contents = data[member.begin : member.end]
                 sample[member.suffix] = _decode_field(member.suffix, contents)
         return sample
-
-    def make_column(self, name: str, values: list[Any], first: Any) -> Any:
-        """Return the fields of one suffix as an array, or as the list that they are."""
-        return stack_values(name, values, first)
-
-
-def open_tar_files(files: list[DataFile], options: OpenOptions) -> RecordSource:
-    """Return the samples of tar files."""
-    return RecordSource(files, _TarSamples(files, options), options)
 
 
 def _decode_field(suffix: str, contents: bytes) -> Any:

@@ -14,10 +14,11 @@ from typing import IO, Any
 
 import numpy as np
 
+from stepladder.core.errors import as_input_error
 from stepladder.data import idx
 from stepladder.data import table as tables
 from stepladder.data.readers.npy import read_npy_header
-from stepladder.data.table import Block, Column, Table, input_error, report_damage
+from stepladder.data.table import REPAIR_HINT, Block, Column, Table, input_error
 
 # What reading a damaged file can raise. RuntimeError is zipfile's error for a password.
 ARRAY_DAMAGE = (
@@ -50,33 +51,23 @@ class _StoredArray:
     open: Callable[[], IO[bytes]]
 
 
-@dataclass(frozen=True)
-class _ArrayReader:
-    """Reads the rows of several arrays of one length, in blocks."""
-
-    source: Path
-    arrays: dict[str, _StoredArray]
-    rows: int
-
-    def __call__(self, table: Table) -> Iterator[Block]:
-        """Yield all rows; the function `read` of a Table."""
-        block_rows = tables.rows_per_block(table.columns)
-        with report_damage(self.source, ARRAY_DAMAGE), ExitStack() as stack:
-            streams = {
-                name: stack.enter_context(array.open()) for name, array in self.arrays.items()
+def _read_arrays(source: Path, arrays: dict[str, _StoredArray], table: Table) -> Iterator[Block]:
+    """Yield the rows of several arrays of one length; the function `read` of a Table."""
+    block_rows = tables.rows_per_block(table.columns)
+    with as_input_error(f"cannot use {source}", REPAIR_HINT, ARRAY_DAMAGE), ExitStack() as stack:
+        streams = {name: stack.enter_context(array.open()) for name, array in arrays.items()}
+        for name, array in arrays.items():
+            streams[name].read(array.start)
+        for first in range(0, table.rows, block_rows):
+            count = min(block_rows, table.rows - first)
+            block = {
+                name: _read_rows(streams[name], column, count, f"{name}, row {first}")
+                for name, column in table.columns.items()
             }
-            for name, array in self.arrays.items():
-                streams[name].read(array.start)
-            for first in range(0, self.rows, block_rows):
-                count = min(block_rows, self.rows - first)
-                block = {
-                    name: _read_rows(streams[name], column, count, f"{name}, row {first}")
-                    for name, column in table.columns.items()
-                }
-                yield block
-            for name, stream in streams.items():
-                if stream.read(1):
-                    raise EOFError(f"more follows after the last row of {name}")
+            yield block
+        for name, stream in streams.items():
+            if stream.read(1):
+                raise EOFError(f"more follows after the last row of {name}")
 
 
 def _array_table(source: Path, identity: dict[str, Any], arrays: dict[str, _StoredArray]) -> Table:
@@ -103,8 +94,7 @@ def _array_table(source: Path, identity: dict[str, Any], arrays: dict[str, _Stor
     if row_bytes > MAX_ROW_BYTES:
         raise input_error(source, f"a row has {row_bytes:,} bytes, more than {MAX_ROW_BYTES:,}")
     rows = next(iter(lengths.values()))
-    reader = _ArrayReader(source, arrays, rows)
-    return Table(str(source), columns, identity, reader, rows)
+    return Table(str(source), columns, identity, partial(_read_arrays, source, arrays), rows)
 
 
 def _read_rows(stream: IO[bytes], column: Column, rows: int, position: str) -> np.ndarray:
@@ -132,7 +122,7 @@ def npz_table(path: Path, names: tuple[str, ...]) -> Table:
         InputError: The file is damaged or holds no arrays, or an array does not exist or holds no
             numbers.
     """  # noqa: DOC501 - input_error makes an InputError
-    with report_damage(path, (*ARRAY_DAMAGE, ValueError)):
+    with as_input_error(f"cannot use {path}", REPAIR_HINT, (*ARRAY_DAMAGE, ValueError)):
         with zipfile.ZipFile(path) as archive:
             members = [name for name in archive.namelist() if name.endswith(".npy")]
         known = [member.removesuffix(".npy") for member in members]

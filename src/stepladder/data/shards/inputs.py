@@ -15,20 +15,15 @@ from stepladder.core.errors import InputError
 from stepladder.data import idx
 from stepladder.data import table as tables
 from stepladder.data.local_files import validate_readable
+from stepladder.data.readers.file_rows import OpenedSource
 from stepladder.data.readers.files import is_url
 from stepladder.data.readers.listing import list_names
-from stepladder.data.readers.open_data import (
-    FORMAT_NAMES,
-    MDS,
-    OpenedSource,
-    find_format,
-    open_named,
-)
+from stepladder.data.readers.open_data import FORMAT_NAMES, MDS, find_format, open_named
 from stepladder.data.readers.open_options import OpenOptions
 from stepladder.data.shards.array_files import idx_table, npz_table, read_idx_magic
 from stepladder.data.shards.dataset import Shards, is_shards
 from stepladder.data.shards.reader import ShardReader
-from stepladder.data.table import Block, Column, Ragged, Table, input_error, rows_per_block
+from stepladder.data.table import Block, Column, Table, find_column, input_error, rows_per_block
 
 INPUT_KINDS = (
     f"what open_data reads ({FORMAT_NAMES}), NumPy (.npz), IDX (MNIST files, or a folder of the"
@@ -177,17 +172,14 @@ def _to_numpy(values: Any) -> Any:
 
 def _find_column(values: Any) -> Column | None:
     """Return the column that values of a batch belong to; None if they are no numbers."""
-    is_list = isinstance(values, Ragged)
-    array = values.values if is_list else values
-    if not isinstance(array, np.ndarray) or array.dtype.kind not in "biuf":
-        return None
-    return Column(array.dtype, () if is_list else array.shape[1:], is_list)
+    column = find_column(values)
+    return column if column is not None and column.dtype.kind in "biuf" else None
 
 
 def _identify_source(source: OpenedSource) -> dict[str, Any]:
     """Return what another source has too if it has the same rows."""
     files = getattr(source, "files", None)
-    if files is None:  # images, of which there may be a million
+    if not isinstance(files, list):  # images, of which there may be a million
         return {"kind": source.format, "fingerprint": source.fingerprint}
     names = [
         [Path(file.name).name, file.size, getattr(file, "modified_ns", file.identity)]

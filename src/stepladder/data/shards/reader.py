@@ -13,12 +13,18 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
-import xxhash
 
 from stepladder.core.errors import InputError, to_one_line
 from stepladder.core.order import IndexArray
 from stepladder.data.shards.dataset import Shards
-from stepladder.data.shards.shard import H5_ERRORS, SHARD_INDEX, Shard, open_h5, shards_error
+from stepladder.data.shards.shard import (
+    H5_ERRORS,
+    SHARD_INDEX,
+    Shard,
+    compute_checksum,
+    open_h5,
+    shards_error,
+)
 from stepladder.data.table import Column, Ragged, concatenate_blocks
 
 MAX_OPEN_FILES = 32
@@ -55,7 +61,7 @@ class ShardReader:
         self.rows_per_slot = max(min(shard.chunk_rows, shard.rows) for shard in shards.shards)
         pool_rows = self.num_slots * self.rows_per_slot
         self.pool: dict[str, np.ndarray] = {}
-        self.lists: dict[str, list[Any]] = {}  # by column and slot: ends and values
+        self.lists: dict[str, list[Any]] = {}  # by column and slot: Ragged
         for name, column in shards.columns.items():
             if column.is_list:
                 self.lists[name] = [None] * self.num_slots
@@ -122,8 +128,8 @@ class ShardReader:
         parts = [np.empty(0, self.shards.columns[name].dtype)]
         lengths = [0]
         for slot, row in zip(slots.tolist(), rows_in_chunk.tolist(), strict=True):
-            ends, values = column_lists[slot]
-            part = values[ends[row] : ends[row + 1]]
+            values, offsets = column_lists[slot]
+            part = values[offsets[row] : offsets[row + 1]]
             parts.append(part)
             lengths.append(len(part))
         return Ragged(np.concatenate(parts), np.cumsum(lengths))
@@ -153,16 +159,15 @@ class ShardReader:
         lo, hi = shard.chunk_range(chunk_in_shard)
         for name, column in self.shards.columns.items():
             try:
+                rows: Any
                 if column.is_list:
-                    ends, values = self._read_lists(shard_index, name, lo, hi)
-                    self.lists[name][slot] = ends, values
-                    ends_digest = xxhash.xxh3_64_intdigest(ends.data)
-                    digest = xxhash.xxh3_64_intdigest(values.data, seed=ends_digest)
+                    rows = self._read_lists(shard_index, name, lo, hi)
+                    self.lists[name][slot] = rows
                 else:
                     first_row = slot * self.rows_per_slot
-                    target = self.pool[name][first_row : first_row + hi - lo]
-                    self._read_array(shard_index, name, lo, target)
-                    digest = xxhash.xxh3_64_intdigest(target.data)
+                    rows = self.pool[name][first_row : first_row + hi - lo]
+                    self._read_array(shard_index, name, lo, rows)
+                digest = compute_checksum(rows)
             except H5_ERRORS as error:
                 raise _chunk_error(shard, chunk_in_shard, name, to_one_line(error)) from error
             if shard.checksums is not None and digest != shard.checksums[name][chunk_in_shard]:
@@ -189,14 +194,12 @@ class ShardReader:
                 raise OSError("the file ends early")
             done += count
 
-    def _read_lists(
-        self, shard_index: int, name: str, lo: int, hi: int
-    ) -> tuple[IndexArray, np.ndarray]:
-        """Return where the lists lo to hi end in their values, from 0 on, and the values."""
+    def _read_lists(self, shard_index: int, name: str, lo: int, hi: int) -> Ragged:
+        """Return the lists lo to hi."""
         group = self.get_h5(shard_index)[name]
         first = int(group["ends"][lo - 1]) if lo else 0
-        ends = np.concatenate([[0], group["ends"][lo:hi] - first])
-        return ends, group["values"][first : first + int(ends[-1])]
+        offsets = np.concatenate([[0], group["ends"][lo:hi] - first])
+        return Ragged(group["values"][first : first + int(offsets[-1])], offsets)
 
     def _extent(self, shard_index: int, name: str) -> _Extent:
         if (shard_index, name) not in self.extents:

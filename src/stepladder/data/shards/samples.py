@@ -15,7 +15,7 @@ import numpy as np
 
 from stepladder.core.errors import InputError, as_input_error
 from stepladder.data.readers.batches import NUMBER_TYPES, find_kind, round_numbers
-from stepladder.data.table import Block, Column, Ragged, Table, rows_per_block
+from stepladder.data.table import Block, Column, Table, join_lists, rows_per_block
 
 SAMPLES_PER_BLOCK = 64  # samples may come slowly
 SAMPLES_HINT = "give an iterator with at least one dict"
@@ -150,8 +150,7 @@ def _collect_column(name: str, column: Column, samples: list[Sample], first_numb
         values.append(stored)
     if not column.is_list:
         return np.stack(values)
-    lengths = [len(value) for value in values]
-    return Ragged(np.concatenate(values), np.cumsum([0, *lengths]))
+    return join_lists(values)
 
 
 def _fits_column(value: np.ndarray, column: Column) -> bool:

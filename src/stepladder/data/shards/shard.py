@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xxhash
 
 from stepladder.core.errors import InputError
 from stepladder.core.extras import import_extra
 from stepladder.data.local_files import make_change_error
+from stepladder.data.table import Ragged
 
 SHARD_INDEX = "index.json"
 SHARD_JOURNAL = "index.json.part"  # the shards that are complete, while others are written
@@ -78,6 +80,14 @@ def find_h5_files(folder: Path) -> list[Path]:
 def recommend_chunk_rows(row_bytes: float) -> int:
     """Return the power of two of rows that have about RECOMMENDED_CHUNK_BYTES."""
     return 1 << max(0, round(math.log2(RECOMMENDED_CHUNK_BYTES / max(1, row_bytes))))
+
+
+def compute_checksum(rows: Any) -> int:
+    """Return the checksum of the rows of one column in a chunk: an array, or Ragged from 0 on."""
+    if isinstance(rows, Ragged):
+        seed = xxhash.xxh3_64_intdigest(rows.offsets.data)
+        return xxhash.xxh3_64_intdigest(rows.values.data, seed=seed)
+    return xxhash.xxh3_64_intdigest(rows.data)
 
 
 def shards_error(folder: Path, problem: str) -> InputError:

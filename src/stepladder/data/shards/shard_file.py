@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import xxhash
 
 from stepladder.core import durable
 from stepladder.data.local_files import compute_sha256
-from stepladder.data.shards.shard import import_h5py
+from stepladder.data.shards.shard import compute_checksum, import_h5py
 from stepladder.data.table import Block, Column, Ragged, Table, count_rows
 
 CONTINUE_HINT = (
@@ -74,13 +73,15 @@ def _write_h5(
     checksums: dict[str, list[int]] = {name: [] for name in table.columns}
     with _DiskFile(path) as file:
         with import_h5py().File(file, "w") as h5:
-            writers: dict[str, _ArrayWriter | _ListWriter] = {}
-            for name, column in table.columns.items():
-                writer_class = _ListWriter if column.is_list else _ArrayWriter
-                writers[name] = writer_class(h5, name, column, settings)
+            datasets = {
+                name: _create_datasets(h5, name, column, settings)
+                for name, column in table.columns.items()
+            }
             for block in chunks:
-                for name, writer in writers.items():
-                    checksums[name].append(writer.append(block[name]))
+                for name, column in table.columns.items():
+                    part = _convert(block[name], column)
+                    _append_rows(datasets[name], part)
+                    checksums[name].append(compute_checksum(part))
                 file.raise_failure()
                 rows += count_rows(block)
                 list_bytes = max(list_bytes, _count_list_bytes(block))
@@ -95,65 +96,51 @@ def _count_list_bytes(block: Block) -> int:
     return sum(column.values.nbytes for column in block.values() if isinstance(column, Ragged))
 
 
-class _GrowingDataset:
-    """An HDF5 dataset that rows are appended to."""
+def _create_datasets(h5: Any, name: str, column: Column, settings: ShardSettings) -> list[Any]:
+    """Create the HDF5 dataset of a column; of one of lists those of their ends and their values.
 
-    def __init__(
-        self, group: Any, name: str, column: Column, chunk_rows: int, compress: bool
-    ) -> None:
+    Returns:
+        The datasets. They stay open while rows are appended: a chunk that is not full would be
+        compressed each time that its dataset is closed.
+    """
+
+    def create(group: Any, name: str, rows: Column, chunk_rows: int) -> Any:
         options: dict[str, Any] = {}
-        if compress:
+        if settings.compress:
             options = {"compression": "gzip", "compression_opts": 1}
-        self.length = 0
-        self.dataset = group.create_dataset(
+        return group.create_dataset(
             name,
-            (0, *column.shape),
-            column.dtype,
-            maxshape=(None, *column.shape),
-            chunks=(chunk_rows, *column.shape),
+            (0, *rows.shape),
+            rows.dtype,
+            maxshape=(None, *rows.shape),
+            chunks=(chunk_rows, *rows.shape),
             **options,
         )
 
-    def append(self, array: np.ndarray) -> None:
-        end = self.length + len(array)
-        self.dataset.resize(end, 0)
-        self.dataset[self.length :] = array
-        self.length = end
+    if not column.is_list:
+        return [create(h5, name, column, settings.chunk_rows)]
+    group = h5.create_group(name)
+    ends = create(group, "ends", Column(np.dtype(np.int64)), settings.chunk_rows)
+    return [ends, create(group, "values", Column(column.dtype), VALUES_PER_CHUNK)]
 
 
-class _ArrayWriter:
-    """Appends chunks of a column of arrays to a shard."""
-
-    def __init__(self, h5: Any, name: str, column: Column, settings: ShardSettings) -> None:
-        self.column = column
-        self.rows = _GrowingDataset(h5, name, column, settings.chunk_rows, settings.compress)
-
-    def append(self, part: Any) -> int:
-        """Write the rows of a chunk, and return their checksum, as the reader computes it."""
-        array = np.ascontiguousarray(part, self.column.dtype)
-        self.rows.append(array)
-        return xxhash.xxh3_64_intdigest(array.data)
+def _convert(rows: Any, column: Column) -> Any:
+    """Return the rows of a block in the types of the shard."""
+    if not isinstance(rows, Ragged):
+        return np.ascontiguousarray(rows, column.dtype)
+    values = np.ascontiguousarray(rows.values, column.dtype)
+    return Ragged(values, np.ascontiguousarray(rows.offsets, np.int64))
 
 
-class _ListWriter:
-    """Appends chunks of a column of lists to a shard."""
-
-    def __init__(self, h5: Any, name: str, column: Column, settings: ShardSettings) -> None:
-        group = h5.create_group(name)
-        ends = Column(np.dtype(np.int64))
-        values = Column(column.dtype)
-        self.column = column
-        self.ends = _GrowingDataset(group, "ends", ends, settings.chunk_rows, settings.compress)
-        self.values = _GrowingDataset(group, "values", values, VALUES_PER_CHUNK, settings.compress)
-
-    def append(self, part: Ragged) -> int:
-        """Write the lists of a chunk, and return their checksum, as the reader computes it."""
-        values = np.ascontiguousarray(part.values, self.column.dtype)
-        offsets = np.ascontiguousarray(part.offsets, np.int64)
-        self.ends.append(offsets[1:] + self.values.length)
-        self.values.append(values)
-        offsets_digest = xxhash.xxh3_64_intdigest(offsets.data)
-        return xxhash.xxh3_64_intdigest(values.data, seed=offsets_digest)
+def _append_rows(datasets: list[Any], rows: Any) -> None:
+    """Append the rows of a chunk to the datasets of their column."""
+    parts = [rows]
+    if isinstance(rows, Ragged):
+        parts = [rows.offsets[1:] + len(datasets[1]), rows.values]
+    for dataset, part in zip(datasets, parts, strict=True):
+        begin = len(dataset)
+        dataset.resize(begin + len(part), 0)
+        dataset[begin:] = part
 
 
 class _DiskFile(io.FileIO):
