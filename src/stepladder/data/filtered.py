@@ -32,7 +32,9 @@ class _DerivedSource:
         key: What the user calls what the function does; None for no name.
     """
 
-    def __init__(self, source: Source, function: Callable[[Any], Any], key: str | None) -> None:
+    def __init__(
+        self, source: Source, function: Callable[[Any], Any], *, key: str | None = None
+    ) -> None:
         if not is_source(source):
             raise InputError(
                 f"the source of {type(self).__name__} is a {type(source).__name__}",
@@ -87,11 +89,6 @@ class Mapped(_DerivedSource):
         InputError: The other source is none.
     """
 
-    def __init__(
-        self, source: Source, function: Callable[[Any], Any], *, key: str | None = None
-    ) -> None:
-        super().__init__(source, function, key)
-
     def __len__(self) -> int:
         """Return the number of samples."""
         return len(self.source)
@@ -128,7 +125,7 @@ class Filtered(_DerivedSource):
     def __init__(
         self, source: Source, keep: Callable[[Any], Any], *, key: str | None = None
     ) -> None:
-        super().__init__(source, keep, key)
+        super().__init__(source, keep, key=key)
         self._kept = self._load_kept()
         if not len(self._kept):
             raise InputError(

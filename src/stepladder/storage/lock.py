@@ -216,15 +216,11 @@ class RunDirLock:
 
     def _read_owner(self) -> JsonObject:
         """Return the content of the lock file, {} if there is none; retry if it is unreadable."""
-
-        def read() -> JsonObject:
-            with suppress(FileNotFoundError):
-                return _read_strictly(self.path)
-            return {}
-
+        read = partial(_read_strictly, self.path)
+        errors = (OSError, ValueError)
         try:
-            return retry(read, (OSError, ValueError), LOCK_READ_TIMEOUT_S, LOCK_RETRY_INTERVAL_S)
-        except (OSError, ValueError) as error:
+            return retry(read, errors, LOCK_READ_TIMEOUT_S, LOCK_RETRY_INTERVAL_S)
+        except errors as error:
             raise StorageFault(
                 f"{self.path} cannot be read, so this run cannot see whether it still has"
                 f" its directory: {get_reason(error)}"
@@ -304,8 +300,11 @@ def _read(path: Path) -> JsonObject:
 
 
 def _read_strictly(path: Path) -> JsonObject:
-    """Return the content of a lock file. Raises OSError, or ValueError if it is damaged."""
-    owner: JsonObject = typed_file.parse_json(typed_file.read_file(path), dict)
+    """Return the content of a lock file, {} without one; OSError, or ValueError for damage."""
+    try:
+        owner: JsonObject = typed_file.parse_json(typed_file.read_file(path), dict)
+    except FileNotFoundError:
+        return {}
     typed_file.convert(owner, _LockOwner)
     return owner
 

@@ -255,30 +255,25 @@ class StoredModel:
     reader: SliceReader
     aliases: dict[str, str]
 
-    def shape(self, name: str) -> list[int]:
-        """Return the shape of a tensor."""
-        name = self.aliases.get(name, name)
-        if name in self.tensors:
-            return list(self.tensors[name].shape)
-        return self.reader.shape(MODEL_PREFIX + name)
-
     def find_differences(self, model: torch.nn.Module) -> list[str]:
         """Return a sentence for each name or shape in which a model differs."""
-        targets = model.state_dict()
-        stored_names = {*self.tensors, *self.reader.names(MODEL_PREFIX), *self.aliases}
+        shapes = {name: list(tensor.shape) for name, tensor in self.tensors.items()}
+        for name in self.reader.names(MODEL_PREFIX):
+            shapes[name] = self.reader.shape(MODEL_PREFIX + name)
+        for alias, name in self.aliases.items():
+            shapes[alias] = shapes[name]
         differences = []
-        for name, target in targets.items():
+        for name, target in model.state_dict().items():
             shape = get_local_slice(target).shape
-            if name not in stored_names:
+            stored_shape = shapes.pop(name, None)
+            if stored_shape is None:
                 differences.append(f"{name} {shape} is in the model only")
-                continue
-            stored_shape = self.shape(name)
-            if shape != stored_shape:
+            elif shape != stored_shape:
                 differences.append(
                     f"{name} is {shape} in the model and {stored_shape} in the snapshot"
                 )
-        for name in sorted(stored_names - targets.keys()):
-            differences.append(f"{name} {self.shape(name)} is in the snapshot only")
+        for name in sorted(shapes):
+            differences.append(f"{name} {shapes[name]} is in the snapshot only")
         return differences
 
     @torch.no_grad()
@@ -290,14 +285,12 @@ class StoredModel:
         for name, target in model.state_dict().items():
             name = self.aliases.get(name, name)
             local = get_local_slice(target)
-            if not local.shape:  # a scalar has no rows, and is never sharded
-                local.values.copy_(self.tensors[name])
-                continue
-            end = local.first + len(local.values)
-            if name in self.tensors:
-                values = self.tensors[name][local.first : end]
-            else:
+            if name not in self.tensors:
                 values = read_rows(self.reader, MODEL_PREFIX + name, local)
+            else:
+                values = self.tensors[name]
+                if local.shape:  # a scalar has no rows, and is never sharded
+                    values = values[local.first : local.first + len(local.values)]
             local.values.copy_(values)
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -208,14 +208,20 @@ def _leave_at_exit(stack: ExitStack, path: Path) -> Iterator[Path]:
         yield path
 
 
+@dataclass(frozen=True)
+class _ManifestScore:
+    """The entry of a snapshot's manifest by which the best one is chosen."""
+
+    score: float
+
+
 def _read_score(path: Path) -> float | None:
     """Return a snapshot's score, or None if it has none.
 
     NaN counts as none, since max() could take it for the best.
     """
     try:
-        manifest = typed_file.parse_json(typed_file.read_file(path / MANIFEST_FILE), dict)
-        score = float(manifest["score"])
-    except (OSError, ValueError, KeyError, TypeError, OverflowError):
+        text = typed_file.read_file(path / MANIFEST_FILE)
+        return typed_file.parse_json(text, _ManifestScore).score
+    except (OSError, ValueError):
         return None
-    return None if math.isnan(score) else score

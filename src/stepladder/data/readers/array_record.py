@@ -20,10 +20,12 @@ OPEN_RECORD_FILES = 32  # at once
 class ArrayRecordSource(RecordSource):
     """Records of ArrayRecord files."""
 
+    format = "array_record"
+
     def __init__(self, files: list[DataFile], options: OpenOptions) -> None:
         self.open_again = lru_cache(OPEN_RECORD_FILES)(lambda number: _open_reader(files[number]))
         counts = [self.open_again(number).num_records() for number in range(len(files))]
-        super().__init__("array_record", files, counts, options)
+        super().__init__(files, counts, options)
 
     def read_records(self, number: int, rows: IndexArray) -> list[bytes]:
         """Return the bytes of the records in these rows of a file."""

@@ -92,7 +92,8 @@ class _ArraySource(FileRows):
             for file, rows in zip(files, arrays, strict=True)
         ]
         counts = [next(iter(rows.values())).count for rows in self.arrays]
-        super().__init__(format_name, files, counts, options)
+        super().__init__(files, counts, options)
+        self.format = format_name
 
     @property
     def columns(self) -> dict[str, str]:

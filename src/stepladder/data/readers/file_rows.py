@@ -24,18 +24,17 @@ class OpenedSource:
     A subclass reads samples by column.
     """
 
-    def __init__(
-        self, format_name: str, files: Sequence[DataFile], edges: IndexArray, options: OpenOptions
-    ) -> None:
+    # The name of the format.
+    format: str
+
+    def __init__(self, files: Sequence[DataFile], edges: IndexArray, options: OpenOptions) -> None:
         """Set up the source.
 
         Args:
-            format_name: The name of the format.
             files: The files.
             edges: The first sample of each chunk, and the number of samples.
             options: What the caller of `open_data` has set.
         """
-        self.format = format_name
         self.files = files
         self.edges = edges
         self.options = options
@@ -103,13 +102,10 @@ class OpenedSource:
 class FileRows(OpenedSource):
     """The samples of a source: the rows of its files, one file after the other."""
 
-    def __init__(
-        self, format_name: str, files: list[DataFile], counts: list[int], options: OpenOptions
-    ) -> None:
+    def __init__(self, files: list[DataFile], counts: list[int], options: OpenOptions) -> None:
         """Divide the samples into chunks, which end with files.
 
         Args:
-            format_name: The name of the format.
             files: The files.
             counts: The number of rows of each file.
             options: What the caller of `open_data` has set. Without the rows of a chunk it has
@@ -131,7 +127,7 @@ class FileRows(OpenedSource):
             edges.append(np.arange(first, first + count, rows, dtype=np.int64))
             first += count
         edges.append(np.array([total], np.int64))
-        super().__init__(format_name, files, np.concatenate(edges), options)
+        super().__init__(files, np.concatenate(edges), options)
 
     def count_rows(self, number: int) -> int:
         """Return the number of rows of a file."""
@@ -139,7 +135,19 @@ class FileRows(OpenedSource):
 
     def locate(self, indices: IndexArray) -> Iterator[tuple[int, IndexArray, IndexArray]]:
         """Yield for each file with some of the samples: its number, their places, their rows."""
-        numbers = self.starts.searchsorted(indices, "right") - 1
-        for number in np.unique(numbers).tolist():
-            places = np.flatnonzero(numbers == number)
-            yield number, places, indices[places] - self.starts[number]
+        return group_rows(self.starts, indices)
+
+
+def group_rows(
+    starts: IndexArray, indices: IndexArray
+) -> Iterator[tuple[int, IndexArray, IndexArray]]:
+    """Yield for each part with some of the samples: its number, their places, their rows.
+
+    Args:
+        starts: The first sample of each part, and the number of samples.
+        indices: The samples.
+    """
+    numbers = starts.searchsorted(indices, "right") - 1
+    for number in np.unique(numbers).tolist():
+        places = np.flatnonzero(numbers == number)
+        yield number, places, indices[places] - starts[number]

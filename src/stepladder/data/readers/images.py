@@ -45,6 +45,8 @@ class _ImageFiles(Sequence[DataFile]):
 class _ImageFolder(OpenedSource):
     """Images by the names of their folders: image (height, width, 3), label, path."""
 
+    format = "images"
+
     def __init__(self, folder: str, paths: list[str], options: OpenOptions) -> None:
         """Sort images by class.
 
@@ -62,7 +64,7 @@ class _ImageFolder(OpenedSource):
         # An array of bytes: a million Python strings would need 100 MB.
         self.paths = np.array(list(map(os.fsencode, paths)))
         files = _ImageFiles(len(paths), self.get_path, options)
-        super().__init__("images", files, np.array([0, len(paths)]), options)
+        super().__init__(files, np.array([0, len(paths)]), options)
 
     @property
     def chunk_edges(self) -> None:

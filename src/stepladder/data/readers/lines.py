@@ -75,8 +75,10 @@ def find_lines(file: DataFile, has_quotes: bool, first_byte: int = 0) -> Iterato
 class JsonLinesSource(IndexedSource):
     """A JSON object a line."""
 
+    format = "jsonl"
+
     def __init__(self, files: list[DataFile], options: OpenOptions) -> None:
-        super().__init__("jsonl", files, options)
+        super().__init__(files, options)
         # The type of each column, by the first records.
         self.types: dict[str, ValueType] = {}
         if options.decode is None:  # which takes values as they are
@@ -109,6 +111,8 @@ class JsonLinesSource(IndexedSource):
 class CsvSource(IndexedSource):
     """A line of values after a header line with the names of the columns."""
 
+    format = "csv"
+
     def __init__(self, files: list[DataFile], options: OpenOptions) -> None:
         suffix = PurePath(files[0].name).suffix
         self.delimiter = "\t" if suffix.lower() == ".tsv" else ","
@@ -125,7 +129,7 @@ class CsvSource(IndexedSource):
             elif header != self.header:
                 problem = f"{file.name} has other columns than {files[0].name}"
                 raise InputError(problem, "files with one header line")
-        super().__init__("csv", files, options)
+        super().__init__(files, options)
         # The type of the numbers of each column, None for texts.
         self.types: dict[str, np.dtype[Any] | None] = {}
         if options.decode is None:  # which takes texts

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -77,6 +77,8 @@ class _MdsIndex:
 class _MdsSource(RecordSource):
     """Samples of MDS shards, which have checksums of whole files."""
 
+    format = "mds"
+
     def __init__(
         self, files: list[DataFile], shards: list[_MdsShard], options: OpenOptions
     ) -> None:
@@ -86,7 +88,7 @@ class _MdsSource(RecordSource):
         file = files[0].name
         self.decoders = {name: _find_decoder(encoding, file, name) for name, encoding in columns}
         self.ragged = frozenset(name for name, encoding in columns if _has_lengths(encoding))
-        super().__init__("mds", files, [shard.samples for shard in shards], options)
+        super().__init__(files, [shard.samples for shard in shards], options)
 
     def parse(self, number: int, data: bytes, names: frozenset[str] | None) -> Sample:
         """Return the values of a sample; before them are the lengths of those without a fixed one.
@@ -137,30 +139,22 @@ class _MdsSource(RecordSource):
             raise Damage(file.name, 0, count, "where its samples begin is damaged").as_error()
         return offsets
 
-    def find_damage(self) -> Iterator[Damage]:
-        """Compare shards with their checksums, read all samples, and yield what is damaged."""
-        for number, shard in enumerate(self.shards):
-            problem = _verify_file(self.files[number], shard.raw_data)
-            if problem:
-                yield Damage(self.files[number].name, 0, shard.samples, problem)
-            else:
-                yield from self.find_damage_in(number)
-
-
-def _verify_file(file: DataFile, expected: _MdsFile) -> str:
-    """Return why a file is not the one that index.json describes, or ""."""
-    if file.size != expected.bytes:
-        return f"it has {file.size:,} bytes, not {expected.bytes:,}"
-    for name, digest in expected.hashes.items():
-        if name not in HASHES - HASHES_OF_ANY_LENGTH:
-            continue
-        library = hashlib if name in hashlib.algorithms_guaranteed else xxhash
-        computed = getattr(library, name)()
-        for piece in read_pieces(file):
-            computed.update(piece)
-        if computed.hexdigest() != digest:
-            return f"its {name} is wrong"
-    return ""
+    def find_file_problem(self, number: int) -> str:
+        """Return why a shard is not the file that index.json describes, or ""."""
+        file = self.files[number]
+        expected = self.shards[number].raw_data
+        if file.size != expected.bytes:
+            return f"it has {file.size:,} bytes, not {expected.bytes:,}"
+        for name, digest in expected.hashes.items():
+            if name not in HASHES - HASHES_OF_ANY_LENGTH:
+                continue
+            library = hashlib if name in hashlib.algorithms_guaranteed else xxhash
+            computed = getattr(library, name)()
+            for piece in read_pieces(file):
+                computed.update(piece)
+            if computed.hexdigest() != digest:
+                return f"its {name} is wrong"
+        return ""
 
 
 def open_mds(folders: list[str], listed: list[str], options: OpenOptions) -> _MdsSource:

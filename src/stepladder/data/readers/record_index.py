@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -46,23 +47,13 @@ def load_index(
     identity = f"{kind} {file.identity}"
     path = _find_index_path(identity)
     oldest_ns = 0
-    found = None
     if isinstance(file, LocalFile):
         neighbour = Path(file.name + INDEX_SUFFIX)
-        found = _map_index(neighbour, header, file.modified_ns)
-        if beside:
+        if beside or _map_index(neighbour, header, file.modified_ns) is not None:
             path = neighbour
             oldest_ns = file.modified_ns
-    if found is None:
-        found = _map_or_write(
-            path,
-            header,
-            identity,
-            lambda: find_offsets(file),
-            f"{file.name} is read once, to find where its records begin",
-            oldest_ns,
-        )
-    return found
+    message = f"{file.name} is read once, to find where its records begin"
+    return _map_or_write(path, header, identity, partial(find_offsets, file), message, oldest_ns)
 
 
 def make_index(

@@ -32,13 +32,10 @@ class RecordSource(FileRows):
     its index in the list of files.
     """
 
-    def __init__(
-        self, format_name: str, files: list[DataFile], counts: list[int], options: OpenOptions
-    ) -> None:
-        super().__init__(format_name, files, counts, options)
+    def __init__(self, files: list[DataFile], counts: list[int], options: OpenOptions) -> None:
+        super().__init__(files, counts, options)
         # The first record that can be read, and its values by column.
-        self.first_index = self._find_readable()
-        self.first = self._parse_records(self.first_index, None)[0]
+        self.first_index, self.first = self._find_readable()
         # The columns of a batch.
         self.names = select_columns(options.columns or (), self.first, files[0].name)
         self.name_set = frozenset(self.names)
@@ -114,26 +111,35 @@ class RecordSource(FileRows):
                 raise InputError(f"{file}: record {row} {problem}", hint)
         return {name: self._make_column(name, samples, indices) for name in self.names}
 
+    def find_file_problem(self, number: int) -> str:
+        """Return why none of the records of a file can be read, or ""."""
+        return ""
+
     def find_damage(self) -> Iterator[Damage]:
         """Read all records, and yield those that cannot be read."""
-        for number in range(self.num_files):
-            yield from self.find_damage_in(number)
+        for number, file in enumerate(self.files):
+            rows = self.count_rows(number)
+            if problem := self.find_file_problem(number):
+                yield Damage(file.name, 0, rows, problem)
+                continue
+            for row in range(rows):
+                try:
+                    self._validate_record(number, row)
+                except (ValueError, InputError) as error:
+                    yield describe_error(file.name, row, error)
 
-    def find_damage_in(self, number: int) -> Iterator[Damage]:
-        """Read all records of one file, and yield those that cannot be read."""
-        for row in range(self.count_rows(number)):
-            try:
-                (data,) = self.read_records(number, np.array([row]))
-                sample = self.parse(number, data, None)
-                if self.decode is None:
-                    if problem := self._find_name_problem(sample):
-                        raise ValueError(f"it {problem}")
-                    for name in self.names:
-                        self._stack(name, [sample])
-            except (ValueError, InputError) as error:
-                yield describe_error(self.files[number].name, row, error)
+    def _validate_record(self, number: int, row: int) -> None:
+        """Raise ValueError or InputError if a record of a file cannot be read."""
+        (data,) = self.read_records(number, np.array([row]))
+        sample = self.parse(number, data, None)
+        if self.decode is not None:
+            return
+        if problem := self._find_name_problem(sample):
+            raise ValueError(f"it {problem}")
+        for name in self.names:
+            self._stack(name, [sample])
 
-    def _find_readable(self) -> IndexArray:
+    def _find_readable(self) -> tuple[IndexArray, Sample]:
         """Return the first record that can be read, of the first MAX_FIRST_RECORDS; shape (1,).
 
         Raises:
@@ -143,11 +149,9 @@ class RecordSource(FileRows):
         for index in range(min(len(self), MAX_FIRST_RECORDS)):
             number = np.array([index])
             try:
-                self._parse_records(number, None)
+                return number, self._parse_records(number, None)[0]
             except InputError as error:
                 errors.append(error)
-            else:
-                return number
         raise errors[0]
 
     def _parse_records(self, indices: IndexArray, names: frozenset[str] | None) -> list[Sample]:
@@ -205,15 +209,14 @@ class RecordSource(FileRows):
 class IndexedSource(RecordSource):
     """Records of a format that needs an index of where they are in each file."""
 
-    def __init__(self, format_name: str, files: list[DataFile], options: OpenOptions) -> None:
-        self.format = format_name
+    def __init__(self, files: list[DataFile], options: OpenOptions) -> None:
         self.files = files
         # Whether an index is written beside its file, not into the cache.
         self.writes_beside_files = options.index_beside
         # The length of the offsets of each file that was read before, by its number.
         self.lengths: dict[int, int] = {}
         counts = [max(0, len(self.get_offsets(number)) - 1) for number in range(len(files))]
-        super().__init__(format_name, files, counts, options)
+        super().__init__(files, counts, options)
 
     def find_offsets(self, file: DataFile) -> Iterator[IndexArray]:
         """Yield the offsets of a file in parts, to make its index."""

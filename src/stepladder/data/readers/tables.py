@@ -16,7 +16,7 @@ from stepladder.core.errors import InputError, as_input_error, get_reason
 from stepladder.core.order import IndexArray
 from stepladder.data.readers.batches import DECODE_HINT, Sample, decode_image, stack_values
 from stepladder.data.readers.damage import Damage
-from stepladder.data.readers.file_rows import OpenedSource
+from stepladder.data.readers.file_rows import OpenedSource, group_rows
 from stepladder.data.readers.files import DataFile
 from stepladder.data.readers.open_options import OpenOptions
 from stepladder.data.table import Column, Ragged, input_error, join_lists, select_columns
@@ -33,7 +33,7 @@ IMAGE_FIELDS = {"bytes", "path"}  # of a struct, in the files of Hugging Face's 
 
 
 @dataclass(frozen=True)
-class TablePart:
+class _TablePart:
     """A part of a file that is read at once.
 
     Args:
@@ -79,7 +79,7 @@ class TableSource(OpenedSource):
         Raises:
             InputError: A file is damaged, or has other columns than the first, or no file has rows.
         """
-        self.parts: list[TablePart] = []
+        self.parts: list[_TablePart] = []
         listed = list(map(list_groups, range(len(files))))
         schema, _ = listed[0]
         for file, (file_schema, groups) in zip(files, listed, strict=True):
@@ -89,12 +89,13 @@ class TableSource(OpenedSource):
             first_row = 0
             for rows, size, read in groups:
                 if rows:
-                    self.parts.append(TablePart(file.name, first_row, rows, size, read))
+                    self.parts.append(_TablePart(file.name, first_row, rows, size, read))
                 first_row += rows
         if not self.parts:
             raise InputError(f"{files[0].name} has no rows", "a file with rows")
         edges: IndexArray = np.cumsum([0, *(part.rows for part in self.parts)])
-        super().__init__(format_name, files, edges, options)
+        super().__init__(files, edges, options)
+        self.format = format_name
         self.names = select_columns(options.columns or (), schema.names, files[0].name)
         self.types = {name: schema.field(name).type for name in self.names}
         for name, kind in self.types.items():
@@ -136,11 +137,8 @@ class TableSource(OpenedSource):
 
     def _gather(self, indices: IndexArray) -> dict[str, Any]:
         """Return rows of several parts by column, in the order of their indices."""
-        numbers = self.edges.searchsorted(indices, "right") - 1
         batch: dict[str, Any] = {}
-        for number in np.unique(numbers).tolist():
-            places = np.flatnonzero(numbers == number)
-            rows = indices[places] - self.edges[number]
+        for number, places, rows in group_rows(self.edges, indices):
             for name, values in self._take(number, rows).items():
                 if isinstance(values, np.ndarray):
                     if name not in batch:
@@ -157,7 +155,7 @@ class TableSource(OpenedSource):
         listed = [name for name, numbers in self.numbers.items() if numbers is None]
         for part in self.parts:
             try:
-                table = read_part(part, self.names)
+                table = _read_table(part, self.names)
                 table.validate(full=True)
             except InputError as error:
                 yield part.make_damage(error.problem)
@@ -188,13 +186,13 @@ class TableSource(OpenedSource):
 
     def _read_part(self, number: int) -> dict[str, Any]:
         part = self.parts[number]
-        table = read_part(part, self.names)
+        table = _read_table(part, self.names)
         return {
             name: self._convert(part, name, table.column(name).combine_chunks())
             for name in self.names
         }
 
-    def _convert(self, part: TablePart, name: str, array: Any) -> Any:
+    def _convert(self, part: _TablePart, name: str, array: Any) -> Any:
         """Return an Arrow array as NumPy array or Ragged. Raises InputError for an empty value."""
         column = self.numbers[name]
         if column is None:
@@ -227,7 +225,7 @@ def _find_numbers(arrow_type: Any) -> Column | None:
     return Column(np.dtype(value_type.to_pandas_dtype()), shape, is_list)
 
 
-def _take_rows(part: TablePart, name: str, column: Any, rows: IndexArray, has_images: bool) -> Any:
+def _take_rows(part: _TablePart, name: str, column: Any, rows: IndexArray, has_images: bool) -> Any:
     """Return rows of a column: an array, or a list."""
     if isinstance(column, np.ndarray):
         return column[rows]
@@ -239,7 +237,7 @@ def _take_rows(part: TablePart, name: str, column: Any, rows: IndexArray, has_im
 
 
 def _list_values(
-    part: TablePart, name: str, column: Any, rows: IndexArray, is_image: bool
+    part: _TablePart, name: str, column: Any, rows: IndexArray, is_image: bool
 ) -> list[Any]:
     """Return rows of a column as values of Python, or as the arrays of images.
 
@@ -255,7 +253,7 @@ def _list_values(
     return values
 
 
-def _make_value_damage(part: TablePart, row: int, name: str, error: Exception) -> Damage:
+def _make_value_damage(part: _TablePart, row: int, name: str, error: Exception) -> Damage:
     """Return the damage that a value in a row of a part cannot be read."""
     return Damage(part.file, part.first_row + row, 1, f"column {name}: {error}")
 
@@ -283,10 +281,15 @@ def _read_value(value: Any, is_image: bool) -> Any:
     """
     if value.type == NANOSECONDS and value.is_valid and value.value % 1000:
         raise ValueError(f"Python's times have no nanoseconds, this is {value.value:,} ns")
-    return _decode_struct(value.as_py()) if is_image else value.as_py()
+    plain = value.as_py()
+    if not is_image:
+        return plain
+    if not plain or not plain["bytes"]:
+        raise ValueError("it has no bytes")
+    return decode_image(plain["bytes"])
 
 
-def read_part(part: TablePart, names: list[str]) -> Any:
+def _read_table(part: _TablePart, names: list[str]) -> Any:
     """Return columns of a part as a table.
 
     Raises:
@@ -305,10 +308,3 @@ def _is_image(arrow_type: Any) -> bool:
     """Return whether a column holds images as Hugging Face's datasets write them."""
     is_struct = types.is_struct(arrow_type)
     return is_struct and {field.name for field in arrow_type} == IMAGE_FIELDS
-
-
-def _decode_struct(value: Any) -> np.ndarray:
-    """Return the array of an image, or raise ValueError."""
-    if not value or not value["bytes"]:
-        raise ValueError("it has no bytes")
-    return decode_image(value["bytes"])

@@ -17,7 +17,6 @@ from stepladder.data.readers.damage import Damage
 from stepladder.data.readers.files import PIECE_BYTES, DataFile, FileView
 from stepladder.data.readers.json_values import decode_json
 from stepladder.data.readers.npy import read_npy_header
-from stepladder.data.readers.open_options import OpenOptions
 from stepladder.data.readers.records import IndexedSource
 
 END_BYTES = 2 * tarfile.BLOCKSIZE  # of zeros
@@ -51,8 +50,7 @@ class _Member(NamedTuple):
 class TarSource(IndexedSource):
     """Samples in tar files."""
 
-    def __init__(self, files: list[DataFile], options: OpenOptions) -> None:
-        super().__init__("webdataset", files, options)
+    format = "webdataset"
 
     def find_offsets(self, file: DataFile) -> Iterator[IndexArray]:
         """Yield where samples begin, and where the last one ends."""

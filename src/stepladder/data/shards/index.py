@@ -32,14 +32,24 @@ class _StoredColumn:
 
 
 @dataclass(frozen=True)
-class _StoredShard:
-    """A shard in the index. The checksums of a column are one text, 16 hexadecimal digits each."""
+class StoredShard:
+    """A shard in the index, and in the journal while others are written.
+
+    Args:
+        file: The name of its file.
+        rows: The number of its rows.
+        bytes: Its size.
+        sha256: Its SHA-256 in hexadecimal digits.
+        checksums: The checksums of each column as one text, 16 hexadecimal digits each.
+        list_bytes: The bytes of the longest lists of a chunk.
+    """
 
     file: str
     rows: int
     bytes: int
     sha256: str
     checksums: dict[str, str]
+    list_bytes: int = 0
 
     def to_shard(self, folder: Path, chunk_rows: int) -> Shard:
         if Path(self.file).name != self.file:
@@ -66,7 +76,7 @@ class _StoredIndex:
     list_bytes: int
     columns: dict[str, _StoredColumn]
     chunk_rows: int
-    shards: tuple[_StoredShard, ...]
+    shards: tuple[StoredShard, ...]
 
 
 def read_index(folder: Path) -> tuple[dict[str, Column], list[Shard], int]:

@@ -17,7 +17,9 @@ from typing import Any
 
 from stepladder.core import durable
 from stepladder.core.errors import InputError, as_input_error
+from stepladder.core.typed_file import parse_json
 from stepladder.data.local_files import open_locked
+from stepladder.data.shards.index import StoredShard
 from stepladder.data.shards.shard import SHARD_INDEX, SHARD_JOURNAL, find_h5_files
 from stepladder.data.shards.shard_file import CONTINUE_HINT, ShardSettings
 
@@ -56,7 +58,7 @@ class ShardJournal:
         self.folder = folder
         self.settings = settings
         self.file = file
-        self.entries: list[dict[str, Any]] = []
+        self.entries: list[StoredShard] = []
         with durable.name_write_errors(folder, CONTINUE_HINT):
             for prefix in (SHARD_INDEX, "shard-"):
                 durable.remove_unfinished(folder, prefix)
@@ -64,7 +66,7 @@ class ShardJournal:
 
     @property
     def num_rows(self) -> int:
-        return sum(entry["rows"] for entry in self.entries)
+        return sum(entry.rows for entry in self.entries)
 
     def _read(self) -> None:
         """Keep the entries that are complete and whose files exist; write the header if none is."""
@@ -76,31 +78,21 @@ class ShardJournal:
             return
         problem = f"cannot use {self.folder / SHARD_JOURNAL}"
         hint = f"rm -r {shlex.quote(str(self.folder))}"
-        with as_input_error(problem, hint, (ValueError, KeyError, TypeError, RecursionError)):
-            validate_settings(json.loads(lines[0]), self.settings, self.folder)
+        with as_input_error(problem, hint, (ValueError,)):
+            validate_settings(parse_json(lines[0], dict), self.settings, self.folder)
             for line in lines[1:]:
-                entry = json.loads(line)
-                if not self._has_file(entry):
+                entry = parse_json(line, StoredShard)
+                path = self.folder / entry.file
+                if not path.is_file() or path.stat().st_size != entry.bytes:
                     break
                 self.entries.append(entry)
         kept_lines = lines[: 1 + len(self.entries)]
         self.file.truncate(sum(len(line) + 1 for line in kept_lines))
 
-    def _has_file(self, entry: dict[str, Any]) -> bool:
-        """Return whether an entry's file exists with its size.
-
-        Raises:
-            ValueError: The entry is damaged; a KeyError or TypeError means the same.
-        """
-        for name in ("rows", "list_bytes"):
-            int(entry[name])
-        path = self.folder / entry["file"]
-        return bool(path.is_file() and path.stat().st_size == entry["bytes"])
-
-    def add(self, entry: dict[str, Any]) -> None:
+    def add(self, entry: StoredShard) -> None:
         """Record a shard that is complete."""
         with durable.name_write_errors(self.folder / SHARD_JOURNAL, CONTINUE_HINT):
-            self._append(entry)
+            self._append(asdict(entry))
         self.entries.append(entry)
 
     def _append(self, value: dict[str, Any]) -> None:
@@ -115,10 +107,10 @@ class ShardJournal:
         index = {
             "schema": 1,
             "rows": self.num_rows,
-            "list_bytes": max(entry["list_bytes"] for entry in self.entries),
+            "list_bytes": max(entry.list_bytes for entry in self.entries),
             "columns": self.settings.columns,
             "chunk_rows": self.settings.chunk_rows,
-            "shards": self.entries,
+            "shards": [asdict(entry) for entry in self.entries],
             "made_from": asdict(self.settings),
         }
         path = self.folder / SHARD_INDEX

@@ -16,6 +16,7 @@ import numpy as np
 
 from stepladder.core import durable
 from stepladder.data.local_files import compute_sha256
+from stepladder.data.shards.index import StoredShard
 from stepladder.data.shards.shard import compute_checksum, import_h5py
 from stepladder.data.table import Block, Column, Ragged, Table, count_rows
 
@@ -46,7 +47,7 @@ class ShardSettings:
 
 def write_shard(
     path: Path, table: Table, settings: ShardSettings, chunks: Iterable[Block]
-) -> dict[str, Any]:
+) -> StoredShard:
     """Write a shard.
 
     Args:
@@ -56,17 +57,18 @@ def write_shard(
         chunks: Blocks of chunk_rows rows; the last one may be shorter.
 
     Returns:
-        The shard's entry in the index, and the bytes of the longest lists of a chunk.
+        The shard's entry in the index.
     """
     with durable.name_write_errors(path, CONTINUE_HINT), durable.replace_file(path) as temporary:
-        entry = _write_h5(temporary, table, settings, chunks)
-        entry["sha256"] = compute_sha256(temporary)
-    return {"file": path.name, "bytes": path.stat().st_size, **entry}
+        rows, list_bytes, checksums = _write_h5(temporary, table, settings, chunks)
+        size = temporary.stat().st_size
+        sha256 = compute_sha256(temporary)
+    return StoredShard(path.name, rows, size, sha256, checksums, list_bytes)
 
 
 def _write_h5(
     path: Path, table: Table, settings: ShardSettings, chunks: Iterable[Block]
-) -> dict[str, Any]:
+) -> tuple[int, int, dict[str, str]]:
     """Write chunks into a new HDF5 file; return its rows, list bytes and checksums."""
     rows = 0
     list_bytes = 0
@@ -89,7 +91,7 @@ def _write_h5(
     texts = {}
     for name, values in checksums.items():
         texts[name] = np.array(values, ">u8").tobytes().hex()
-    return {"rows": rows, "list_bytes": list_bytes, "checksums": texts}
+    return rows, list_bytes, texts
 
 
 def _count_list_bytes(block: Block) -> int:

@@ -136,7 +136,7 @@ def _write_remaining(table: Table, journal: ShardJournal, feedback: Feedback) ->
         shard_chunks = chain([first_chunk], islice(chunks, chunks_per_shard - 1))
         entry = write_shard(path, table, settings, shard_chunks)
         journal.add(entry)
-        feedback.on_message(f"{path.name}: {entry['rows']:,} rows, {entry['bytes']:,} bytes")
+        feedback.on_message(f"{path.name}: {entry.rows:,} rows, {entry.bytes:,} bytes")
     if not journal.entries:
         raise InputError(f"{table.name} has no rows", "give an input with at least one")
     return journal.write_index()
