@@ -6,9 +6,9 @@ import fcntl
 import mmap
 import os
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import lru_cache
 from pathlib import Path
 
 import xxhash
@@ -37,7 +37,8 @@ class BlockCache:
 
     def __init__(self, max_bytes: int = CACHE_BYTES) -> None:
         self.max_bytes = max_bytes
-        self.mapped: OrderedDict[Path, memoryview] = OrderedDict()
+        # Returns a block that is here; the last ones stay mapped.
+        self._map_block = lru_cache(MAPPED_BLOCKS)(_map_block)
         self.writes = 0
         self.lock = threading.RLock()
 
@@ -95,22 +96,9 @@ class BlockCache:
 
     def _find(self, path: Path) -> memoryview | None:
         """Return a block without its checksum, or None if it is not here or damaged."""
-        if path in self.mapped:
-            self.mapped.move_to_end(path)
-            return self.mapped[path]
-        mapped = map_file(path)
-        if mapped is None:
-            return None
-        with suppress(OSError):
-            os.utime(path)  # the least recently used blocks are removed first
-        view = memoryview(mapped)
-        block = view[:-CHECKSUM_BYTES]
-        if xxhash.xxh64_digest(block) != view[-CHECKSUM_BYTES:]:
-            return None
-        self.mapped[path] = block
-        if len(self.mapped) > MAPPED_BLOCKS:
-            self.mapped.popitem(last=False)
-        return block
+        with suppress(OSError, ValueError):
+            return self._map_block(path)
+        return None
 
     @contextmanager
     def _replace(self, path: Path) -> Iterator[Path]:
@@ -152,15 +140,20 @@ class BlockCache:
                 return
 
 
-def map_file(path: Path, oldest_ns: int = 0) -> mmap.mmap | None:
-    """Return a file in the kernel's memory; None if it cannot be read, or is older than a time."""
-    try:
-        with path.open("rb") as file:
-            if os.fstat(file.fileno()).st_mtime_ns < oldest_ns:
-                return None
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except (OSError, ValueError):  # an empty file cannot be mapped
-        return None
+def _map_block(path: Path) -> memoryview:
+    """Return a block without its checksum. Raises OSError or ValueError without a right one."""
+    view = memoryview(map_file(path))
+    os.utime(path)  # the least recently used blocks are removed first
+    block = view[:-CHECKSUM_BYTES]
+    if xxhash.xxh64_digest(block) != view[-CHECKSUM_BYTES:]:
+        raise ValueError(f"{path} is damaged")
+    return block
+
+
+def map_file(path: Path) -> mmap.mmap:
+    """Return a file in the kernel's memory. Raises OSError, or ValueError for an empty one."""
+    with path.open("rb") as file:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
 
 @contextmanager

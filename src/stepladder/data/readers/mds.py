@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -34,15 +35,7 @@ KINDS = "uif"
 HASHES = hashlib.algorithms_guaranteed | set(xxhash.algorithms_available)
 HASHES_OF_ANY_LENGTH = {"shake_128", "shake_256"}
 ENCODINGS_HINT = "columns of numbers, texts, bytes, json, jpeg, png or ndarray"
-SCALARS = {
-    f"{kind}{bits}"
-    for kind, sizes in (
-        ("uint", (8, 16, 32, 64)),
-        ("int", (8, 16, 32, 64)),
-        ("float", (16, 32, 64)),
-    )
-    for bits in sizes
-}
+SCALAR = re.compile("u?int(8|16|32|64)|float(16|32|64)")
 
 
 @dataclass(frozen=True)
@@ -229,7 +222,7 @@ def _find_decoder(encoding: str, file: str, column: str) -> Callable[[bytes], An
     }
     if kind in simple:
         return simple[kind]
-    if kind in SCALARS:
+    if SCALAR.fullmatch(kind):
         return partial(_decode_scalar, np.dtype(kind).newbyteorder("<"))
     problem = f"{file}: column {column} has the encoding {encoding!r:.60}, which is not read"
     if kind == "ndarray":
@@ -246,7 +239,7 @@ def _parse_array_type(text: str) -> tuple[np.dtype[Any] | None, tuple[int, ...] 
         ValueError: It is no type of numbers, or no shape.
     """
     name, _, lengths = text.partition(":")
-    if name and name not in SCALARS:
+    if name and not SCALAR.fullmatch(name):
         raise ValueError(f"{name!r} is no type of numbers")
     shape = tuple(map(int, lengths.split(","))) if lengths else None
     if shape is not None and min(shape) < 1:

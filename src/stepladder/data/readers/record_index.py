@@ -117,8 +117,11 @@ def _map_index(path: Path, header: bytes, oldest_ns: int = 0) -> IndexArray | No
         header: The bytes with which it begins.
         oldest_ns: When it must have been written, or later.
     """
-    mapped = map_file(path, oldest_ns)
-    if mapped is None:
+    try:
+        if path.stat().st_mtime_ns < oldest_ns:
+            return None
+        mapped = map_file(path)
+    except (OSError, ValueError):
         return None
     if mapped[: len(header)] != header or (len(mapped) - len(header)) % 8:
         return None
