@@ -12,6 +12,13 @@ COMMENT = re.compile(r"<!--.*?-->\n?", re.DOTALL)
 PICTURE = re.compile(r"!\[([^\]]*)\]\(([^)]+\.svg)\)", re.DOTALL)
 LINK = re.compile(r"\[([^\]]+)\]\((?!https?:)[^)]+\)", re.DOTALL)
 OUTPUT = re.compile(r"<!-- generated: output -->\n```text\n(.*?)```", re.DOTALL)
+COMMENT_OF_LINE = re.compile(r"  # .*")
+DOCSTRING = re.compile(r'^ *""".*?"""\n', re.DOTALL | re.MULTILINE)
+# What fits on a slide of 16:9 in letters of 24 points, where the slide is 540 points high.
+MAX_TEXT = 520  # letters of prose
+MAX_ROWS = 11  # of code
+CODE_WIDTH = 28  # letters of code beside a picture
+WHOLE_WIDTH = 58
 STYLE = """
 :root { color-scheme: light dark }
 :root { --page: #fff; --ink: #1b1f24; --soft: #f1f3f5; --accent: #00695c }
@@ -20,19 +27,25 @@ STYLE = """
 }
 html { scroll-snap-type: y proximity }
 body { margin: 0; background: var(--page); color: var(--ink);
-  font: clamp(1.15rem, min(1.8vw, 2.6vh), 2.2rem)/1.5 system-ui }
-section { min-height: 100vh; box-sizing: border-box; padding: 5vh 7vw; scroll-snap-align: start }
-h1, h2 { line-height: 1.2; color: var(--accent) }
+  font: max(1.15rem, min(2.52vw, 4.48vh))/1.35 system-ui }
+section { min-height: 100vh; box-sizing: border-box; padding: 2.4vh 4vw; scroll-snap-align: start }
+h1, h2 { line-height: 1.2; margin: 0 0 .5em; font-size: 1.2em; color: var(--accent) }
+p { margin: 0 0 .6em }
 figure { margin: 0; overflow-x: auto }
 figure:focus-visible, a:focus-visible { outline: 2px solid var(--accent) }
-img { width: 100%; min-width: 600px; max-height: 72vh; display: block;
-  object-fit: contain; object-position: left }
-nav ol { columns: 24rem }
-pre { background: var(--soft); padding: .7em; font-size: .75em; line-height: 1.35 }
-pre, code { white-space: break-spaces; overflow-wrap: anywhere }
+img { width: 100%; min-width: 600px; max-height: 76vh; display: block;
+  object-fit: contain; object-position: left top }
+nav ol { columns: 16em; margin: 0; font-size: .75em }
+pre { background: var(--soft); padding: .5em; margin: 0 0 .6em; line-height: 1.25 }
+pre, code { white-space: break-spaces; overflow-wrap: anywhere; font-size: 1em }
+.line { display: block; min-height: 1.25em; text-indent: -2ch }
 table { border-collapse: collapse; display: block; overflow-x: auto }
 td, th { padding: .2em .6em; text-align: left }
 a { color: var(--accent) }
+@media (min-width: 1000px) {
+  .side-by-side { display: grid; grid-template-columns: 1fr 1fr; gap: 2vw }
+  .side-by-side img { min-width: 0 }
+}
 @media print { section { break-after: page } }
 """
 
@@ -41,22 +54,26 @@ a { color: var(--accent) }
 
 
 def make_slides(lessons):
-    """Return one HTML page: for each lesson its idea, picture, output, and what to look for."""
+    """Return one HTML page: each lesson's idea, picture, code, output, and what to look for."""
     slides = [make_contents(lessons)]
     for lesson in lessons:
         text = read_page(lesson)
         title = f"{lesson['number']}. {lesson['title']}"
-        intro = text.partition("## ")[0].partition("\n")[2]
-        slides.append(make_slide(lesson, title, lesson["idea"], PICTURE.sub("", intro)))
-        for alt, path in PICTURE.findall(text):
-            picture = embed_picture(HERE / lesson["folder"] / path, alt)
-            if picture:
-                slides.append(f"<section><h2>{html.escape(title)}</h2>{picture}</section>")
-        output = OUTPUT.search(text)
-        body = f"    {lesson['command']}\n\n```text\n{output[1]}```\n"
-        slides.append(make_slide(lesson, f"{title}: what it prints", "", body))
-        look = find_section(text, "What to look for")
-        slides.append(make_slide(lesson, f"{title}: what to look for", "", look))
+        intro = PICTURE.sub("", text.partition("## ")[0].partition("\n")[2])
+        first, *others = split_text(intro, MAX_TEXT - len(lesson["idea"]))
+        slides.append(make_slide(title, render(f"**{lesson['idea']}**\n\n{first}"), lesson))
+        slides += [make_slide(title, render(part)) for part in others]
+        pictures = [
+            embed_picture(HERE / lesson["folder"] / path, alt)
+            for alt, path in PICTURE.findall(text)
+        ]
+        slides += [make_slide(title, picture) for picture in pictures]
+        slides.append(make_slide(title, show_code(lesson, "".join(pictures))))
+        output = shorten(OUTPUT.search(text)[1], MAX_ROWS - 3, WHOLE_WIDTH)
+        body = f"    {lesson['command']}\n\n```text\n{output}```\n"
+        slides.append(make_slide(f"{title}: what it prints", render(body)))
+        look = split_text(find_section(text, "What to look for"), MAX_TEXT)
+        slides += [make_slide(f"{title}: what to look for", render(part)) for part in look]
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -64,6 +81,67 @@ def make_slides(lessons):
         + "\n".join(slides)
         + "\n</body></html>\n"
     )
+
+
+def show_code(lesson, picture):
+    """Return the code that is new in a lesson, beside its picture, if it has one."""
+    lines = find_code(lesson, CODE_WIDTH if picture else WHOLE_WIDTH)
+    code = f"<pre><code>{''.join(map(render_line, lines))}</code></pre>"
+    return f'<div class="side-by-side">{picture}{code}</div>' if picture else code
+
+
+def find_code(lesson, width):
+    """Return the lines of a lesson from the one that ladder.toml names, as many as fit."""
+    text = (HERE / lesson["folder"] / "lesson.py").read_text()
+    lines = COMMENT_OF_LINE.sub("", DOCSTRING.sub("", text)).splitlines()
+    lines = [line for line in lines if not line.lstrip().startswith("#")]
+    starts = [line.lstrip().startswith(lesson["code"]) for line in lines]
+    first = starts.index(True)
+    indent = len(lines[first]) - len(lines[first].lstrip())
+    found = [lines[first][indent:]]
+    for line in lines[first + 1 :]:
+        is_below = line.startswith(" " * (indent + 1)) or (indent and line.startswith(" " * indent))
+        if not is_below or count_rows([*found, line[indent:]], width) > MAX_ROWS:
+            break
+        found.append(line[indent:])
+    return found
+
+
+def render_line(line):
+    """Return a line of code whose rest is indented further where it is wrapped."""
+    text = line.lstrip(" ")
+    indent = len(line) - len(text) + 2
+    return f'<span class="line" style="padding-left: {indent}ch">{html.escape(text)}</span>'
+
+
+def count_rows(lines, width):
+    """Return how many rows lines take that are wrapped, and then indented further."""
+    rows = 0
+    for line in lines:
+        letters = len(line.lstrip(" "))
+        rows += max(1, -(-letters // (width - (len(line) - letters) - 2)))
+    return rows
+
+
+def shorten(text, max_rows, width):
+    """Leave out lines before the last one, so that the text has so many rows at most."""
+    *lines, last = text.splitlines()
+    kept = list(lines)
+    while count_rows([*kept, last], width) > max_rows:
+        kept.pop()
+    if kept != lines:
+        kept[-1] = "..."
+    return "\n".join([*kept, last, ""])
+
+
+def split_text(text, max_letters):
+    """Split Markdown between paragraphs and items of lists."""
+    parts = [""]
+    for paragraph in re.split(r"\n(?=\n|- )", COMMENT.sub("", text).strip()):
+        if parts[-1] and len(parts[-1]) + len(paragraph) > max_letters:
+            parts.append("")
+        parts[-1] += f"{paragraph}\n"
+    return parts
 
 
 def make_contents(lessons):
@@ -75,14 +153,17 @@ def make_contents(lessons):
     return f"<section>{title}<nav><ol>{links}</ol></nav></section>"
 
 
-def make_slide(lesson, title, idea, body):
+def make_slide(title, body, lesson=None):
+    """Return a slide; it is the first one of the lesson that is given."""
+    mark = f' id="lesson-{lesson["number"]}"' if lesson else ""
+    return f"<section{mark}><h2>{html.escape(title)}</h2>{body}</section>"
+
+
+def render(text):
+    """Return Markdown as HTML, without links that lead into the repository."""
     import markdown  # late: only slides need it
 
-    text = COMMENT.sub("", LINK.sub(r"\1", body))
-    rendered = markdown.markdown(text, extensions=["fenced_code", "tables"])
-    mark = f' id="lesson-{lesson["number"]}"' if idea else ""
-    first = f"<p><strong>{html.escape(idea)}</strong></p>" if idea else ""
-    return f"<section{mark}><h2>{html.escape(title)}</h2>{first}{rendered}</section>"
+    return markdown.markdown(LINK.sub(r"\1", text), extensions=["fenced_code", "tables"])
 
 
 def embed_picture(path, alt):

@@ -82,6 +82,10 @@ def test_slides_are_readable_in_a_browser(slides: Path, tmp_path: Path) -> None:
                 f"{sections}.filter(part => part.offsetHeight > innerHeight).map(part => part.innerText)"
             )
             assert tall == [], size
+            letters = "part => parseFloat(getComputedStyle(part).fontSize)"
+            texts = "[...document.querySelectorAll('p, section > ul > li, pre, code, td')]"
+            smallest = min(tab.evaluate(f"{texts}.map({letters})"))
+            assert smallest >= 24 * size[1] / 540, "24 points, where a slide is 540 points high"
 
 
 @pytest.mark.slow
