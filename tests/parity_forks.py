@@ -26,7 +26,6 @@ from stepladder.tools.check.probe_settings import PROBE_SETTINGS, ProbeSettings
 from stepladder.tools.check.rank_processes import LaunchOutcome
 from stepladder.tools.check.recording import read_recording
 from stepladder.tools.check.script_runs import ScriptRun
-from stepladder.tools.parity.events import ValueSettings
 from stepladder.tools.parity.formats import as_json_object
 from stepladder.tools.parity.parity import NotJudged, Parity, ParityReport, ParityRequest, Size
 
@@ -43,8 +42,17 @@ class ForkedParity(Parity):
         self, name: str, launch: Any, size: Size, neutral: bool, perturbed: bool = False
     ) -> ScriptRun:
         with tempfile.TemporaryDirectory() as folder:
-            variables = ValueSettings(perturbed, neutral).to_variables()
-            codes = run_forked(self.request.check.script, size, Path(folder), variables)
+            source = str(self.request.check.script.parent)
+            settings = ProbeSettings(
+                folder,
+                (source,),
+                source,
+                source,
+                epochs=EPOCHS,
+                neutral=neutral,
+                perturbed=perturbed,
+            )
+            codes = run_forked(self.request.check.script, size, Path(folder), settings)
             outcome = LaunchOutcome(Path(folder), codes)
             recording = read_recording(Path(folder))
             if any(codes):
@@ -53,15 +61,13 @@ class ForkedParity(Parity):
         return ScriptRun(launch, outcome, recording)
 
 
-def run_forked(
-    script: Path, size: Size, folder: Path, variables: dict[str, str]
-) -> list[int | None]:
+def run_forked(script: Path, size: Size, folder: Path, settings: ProbeSettings) -> list[int | None]:
     port = find_free_port()
     pids = []
     for rank in range(size.nproc):
         pid = os.fork()
         if pid == 0:
-            os._exit(run_rank(script, size, folder, variables | rank_variables(rank, size, port)))
+            os._exit(run_rank(script, size, folder, settings, rank_variables(rank, size, port)))
         pids.append(pid)
     return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
 
@@ -72,12 +78,12 @@ def rank_variables(rank: int, size: Size, port: int) -> dict[str, str]:
     return {**texts, "MASTER_ADDR": "127.0.0.1"}
 
 
-def run_rank(script: Path, size: Size, folder: Path, variables: dict[str, str]) -> int:
+def run_rank(
+    script: Path, size: Size, folder: Path, settings: ProbeSettings, variables: dict[str, str]
+) -> int:
     output = os.open(folder / f"rank-{variables['RANK']}.out", os.O_WRONLY | os.O_CREAT)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    source = str(script.parent)
-    settings = ProbeSettings(str(folder), (source,), source, source, epochs=EPOCHS)
     os.environ.update(variables, **{PROBE_SETTINGS: settings.to_json()})
     torch.set_num_threads(1)
     sys.argv = [str(script), *size.args]

@@ -13,8 +13,7 @@ from stepladder.tools.check.check import Report, Request, check
 from stepladder.tools.check.recording import Recording
 from stepladder.tools.check.relations import gradients, samples_read, shown
 from stepladder.tools.check.relations.comparison import finding_of
-from stepladder.tools.check.relations.frozen_runs import FrozenRuns
-from stepladder.tools.check.relations.violation import Violation
+from stepladder.tools.check.relations.frozen_runs import FrozenRuns, Violation
 from stepladder.tools.check.rules.process import shared_gpus
 
 DATA_SET = "p"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import attrgetter
@@ -21,13 +21,13 @@ from stepladder.tools.check.held import describe_run
 from stepladder.tools.check.isolation.sandbox import Sandbox, SandboxFolders
 from stepladder.tools.check.isolation.summary import Isolation, blame_refusal, summarize
 from stepladder.tools.check.launch_style import LaunchStyle, find_styles, finds_what_is_missing
-from stepladder.tools.check.preempt import Rehearsals
+from stepladder.tools.check.preempt import rehearse
 from stepladder.tools.check.probe_settings import ProbeSettings
 from stepladder.tools.check.rank_processes import RankLaunch
 from stepladder.tools.check.recording import Recording
-from stepladder.tools.check.relations.comparison import ComparisonWithOne, compare_with_one_process
+from stepladder.tools.check.relations.comparison import compare_with_one_process
 from stepladder.tools.check.relations.frozen_runs import FrozenScript, NotComparable
-from stepladder.tools.check.resume import ResumeReport, compare_resumed_run
+from stepladder.tools.check.resume import compare_resumed_run
 from stepladder.tools.check.rules.all_rules import (
     add_measured_damage,
     apply_rules,
@@ -35,7 +35,7 @@ from stepladder.tools.check.rules.all_rules import (
     drop_consequences,
     drop_suppressed,
 )
-from stepladder.tools.check.rules.evidence import CHECK_TEXTS, RunEvidence
+from stepladder.tools.check.rules.evidence import CHECK_TEXTS, Comparison, RunEvidence
 from stepladder.tools.check.rules.process import shared_gpus
 from stepladder.tools.check.run_summary import no_training, no_training_in_source, summarize_run
 from stepladder.tools.check.script_runs import ScriptRun, ScriptRuns
@@ -229,21 +229,31 @@ class Check:
         return rule in STATIC_AND_DYNAMIC_RULES and rule in known_rules
 
     def check_in_scratch(self, scratch_folder: Path) -> Report:
+        with self.open_launch(scratch_folder, self.request.args) as launch:
+            report = self.check_in_sandbox(scratch_folder, launch)
+            isolation = summarize(launch.sandbox)
+        not_checked = blame_refusal(report.not_checked, isolation)
+        return replace(report, not_checked=not_checked, isolation=isolation)
+
+    @contextmanager
+    def open_launch(self, scratch_folder: Path, args: tuple[str, ...]) -> Iterator[RankLaunch]:
+        """Open a sandbox, and yield how the script is started first.
+
+        Args:
+            scratch_folder: The folder of this check.
+            args: The arguments of the script in any start, which may name folders.
+        """
         (scratch_folder / "recordings").mkdir()
         folders = SandboxFolders(
             scratch_folder,
             scratch_folder / "copy",
             self.folder,
-            self.request.args,
+            args,
             self.request.writable_folders,
             is_unsafe=self.request.unsafe,
         )
         with closing(Sandbox(folders)) as sandbox, closing(ForkServers()) as servers:
-            launch = self.make_launch(scratch_folder, sandbox, servers)
-            report = self.check_in_sandbox(scratch_folder, launch)
-            isolation = summarize(sandbox)
-        not_checked = blame_refusal(report.not_checked, isolation)
-        return replace(report, not_checked=not_checked, isolation=isolation)
+            yield self.make_launch(scratch_folder, sandbox, servers)
 
     def check_in_sandbox(self, scratch_folder: Path, launch: RankLaunch) -> Report:
         runs = ScriptRuns(self.watch)
@@ -256,19 +266,15 @@ class Check:
             findings += shared_gpus(evidence)
         not_checked = self.reason_not_checked(run, findings)
         held = list(describe_run(evidence))
-        if not not_checked and not has_cause(findings):
-            comparison = self.compare_with_one(run, evidence, scratch_folder)
-            violations = drop_suppressed(comparison.findings, self.source)
-            findings = drop_consequences([*findings, *violations])
-            held += comparison.held
-        for report in self.restart(run, evidence, scratch_folder) if not not_checked else ():
-            more = drop_suppressed(report.findings, self.source)
+        knows_cause = has_cause(findings)
+        comparisons = self.compare(run, evidence, scratch_folder, knows_cause)
+        for comparison in comparisons if not not_checked else ():
+            more = drop_suppressed(comparison.findings, self.source)
             findings = drop_consequences([*add_measured_damage(findings, more), *more])
-            held += report.held
-            if report.note:
-                self.notes.append(report.note)
-            if report.not_checked:
-                not_checked = NotChecked("resume", report.not_checked)
+            held += comparison.held
+            self.notes += filter(None, [comparison.note])
+            if comparison.not_checked:
+                not_checked = NotChecked("resume", comparison.not_checked)
         if not self.request.resume and evidence.run.select(Save):
             held.append(RESUME_NOT_COMPARED)
         self.add_findings(findings)
@@ -283,7 +289,7 @@ class Check:
 
     def compare_with_one(
         self, run: ScriptRun, evidence: RunEvidence, scratch_folder: Path
-    ) -> ComparisonWithOne:
+    ) -> Comparison:
         """Compare the ranks with one process by frozen weights, where that can be."""
         ranks = len(run.recording.ranks)
         has_steps = bool(run.recording.select(OptimizerStep))
@@ -291,7 +297,7 @@ class Check:
         is_cut = bool(self.request.steps) or run.outcome.late or run.outcome.failed
         is_cut |= run.outcome.has_stalled
         if ranks < 2 or is_cut or not has_steps or is_divided:
-            return ComparisonWithOne()
+            return Comparison()
         try:
             return compare_with_one_process(
                 FrozenScript(run.launch, scratch_folder, ranks), evidence
@@ -305,19 +311,28 @@ class Check:
                 if finding.rule in EXPLAINS_A_HANG:
                     text = f"on one node, where each rank has a local rank: {finding.evidence}"
                     findings.append(replace(finding, evidence=text))
-        return ComparisonWithOne(findings, held)
+        return Comparison(findings, held=held)
 
-    def restart(
-        self, run: ScriptRun, evidence: RunEvidence, scratch_folder: Path
-    ) -> Iterator[ResumeReport]:
-        """Stop the script and start it again, as --resume and --preempt ask."""
+    def compare(
+        self, run: ScriptRun, evidence: RunEvidence, scratch_folder: Path, knows_cause: bool
+    ) -> Iterator[Comparison]:
+        """Yield the comparisons with other runs of the script: on one process, and restarted.
+
+        Args:
+            run: The run as it is.
+            evidence: Its recording.
+            scratch_folder: The folder of this check.
+            knows_cause: Whether a rule has found what a comparison with one process would find.
+        """
         request = self.request
+        if not knows_cause:
+            yield self.compare_with_one(run, evidence, scratch_folder)
         launch_in = partial(launch_in_new_copy, run.launch, scratch_folder)
         if request.resume:
             yield compare_resumed_run(evidence, launch_in("again"), request.resume_args)
         if request.preempt:
-            plan = Rehearsals(request.preempt, request.preempt_signal, request.resume_args)
-            yield plan.run(evidence, launch_in)
+            moments = (request.preempt, request.preempt_signal, request.resume_args)
+            yield rehearse(evidence, launch_in, *moments)
 
     def make_launch(
         self, scratch_folder: Path, sandbox: Sandbox, servers: ForkServers

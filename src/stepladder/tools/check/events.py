@@ -399,7 +399,6 @@ class OptimizerStep(ProbeEvent, kind="step"):
     shapes: Sequence[list[int]] = ()  # the shapes of the parameters
     unheld: Sequence[str] = ()  # parameters of models with a gradient that no optimizer has
     strangers: int = 0  # the number of parameters without a gradient that no model has
-    held: int = 0  # the number of the optimizer's parameters
 
 
 class MeanGradient(ProbeEvent, kind="meangradient"):

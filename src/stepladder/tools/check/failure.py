@@ -28,7 +28,9 @@ OWN_MODULE = re.compile(r"^stepladder\.[\w.]*\.(?=\w+:)")  # before the name of 
 CPP_FRAME = re.compile(r"^(?:\[rank\d+\]:\s?)?frame #\d+: .*\n?", re.MULTILINE)
 LOG_TIME = re.compile(r"(\[[IWEF])\d{4} [\d:.]+(?= )")
 # Lines of wrappers that only call the wrapped function.
-FORWARDING_CALL = re.compile(r"\boriginal\w*\(|\b(?:around|call)\(original|super\(\)\.__init__\(")
+FORWARDING_CALL = re.compile(
+    r"\boriginal\w*\(|\b(?:around|call)\((?:Call\()?original|\bcall\.run\(|super\(\)\.__init__\("
+)
 # The code of torch.cuda itself is reached only through something that is not simulated.
 TORCH_CUDA = re.compile(r"[/\\]torch[/\\]cuda[/\\]")
 # What torch raises where a GPU or NCCL is missing, and nothing is simulated in its place.

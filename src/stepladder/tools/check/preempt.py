@@ -23,12 +23,10 @@ from stepladder.tools.check.events import (
     Save,
     StateDictLoad,
 )
-from stepladder.tools.check.failure import has_own_error
-from stepladder.tools.check.interruption import Interruption
-from stepladder.tools.check.rank_processes import LaunchOutcome, RankLaunch, run_ranks
+from stepladder.tools.check.rank_processes import Interruption, LaunchOutcome, RankLaunch, run_ranks
 from stepladder.tools.check.recording import RankLog, read_recording
-from stepladder.tools.check.resume import ResumeReport, Samples, trained_batches
-from stepladder.tools.check.rules.evidence import RunEvidence
+from stepladder.tools.check.resume import Samples, trained_batches
+from stepladder.tools.check.rules.evidence import Comparison, RunEvidence
 from stepladder.tools.findings.finding import Finding
 
 GRACE_S = 20.0  # between the warning signal and SIGKILL
@@ -74,7 +72,7 @@ class Moment:
         return replace(
             launch,
             settings=replace(launch.settings, pause_at=self.pause_at),
-            interruption=Interruption(self.pause_at, self.number, GRACE_S, self.last_rank_only),
+            interruption=Interruption(self.number, GRACE_S, self.last_rank_only),
         )
 
     def __str__(self) -> str:
@@ -107,44 +105,39 @@ class InterruptedRun:
         return self.moment.is_warned and is_whole
 
 
-@dataclass(frozen=True)
-class Rehearsals:
-    """What is rehearsed.
+def rehearse(
+    evidence: RunEvidence,
+    launch_in: Callable[[str], RankLaunch],
+    count: int,
+    number: int,
+    args: tuple[str, ...] = (),
+) -> Comparison:
+    """Interrupt the script at some moments, and return what was lost.
 
     Args:
+        evidence: The unbroken run.
+        launch_in: Returns how the script is started, in a fresh copy of this name.
         count: The number of moments.
         number: The warning signal.
         args: More arguments for the starts that resume.
     """
-
-    count: int
-    number: int
-    args: tuple[str, ...] = ()
-
-    def run(self, evidence: RunEvidence, launch_in: Callable[[str], RankLaunch]) -> ResumeReport:
-        """Interrupt the script at each moment, and return what was lost.
-
-        Args:
-            evidence: The unbroken run.
-            launch_in: Returns how the script is started, in a fresh copy of this name.
-        """
-        unbroken = trained_batches(evidence.rank_0)
-        if not any(unbroken):
-            return ResumeReport(not_checked=NOT_COMPARABLE)
-        rehearsals = []
-        for index, moment in enumerate(choose_moments(evidence.rank_0, self.count, self.number)):
-            launch = launch_in(f"preempted-{index}")
-            rehearsals.append(rehearse_moment(moment, launch, evidence, unbroken, self.args))
-        warned = [each for each in rehearsals if each.moment.is_warned]
-        saved = sum(each.has_saved for each in warned)
-        most = max((lost for each in rehearsals for lost in each.lost), default=0)
-        samples = most * len(unbroken[0]) * len(evidence.ranks)
-        held = [
-            f"preemption: saved in {saved} of {len(warned)} after the signal; at most "
-            f"{format_count(most, 'step')} lost, {format_count(samples, 'sample')} trained again",
-            *(f"  {each.moment}: {describe(each)}" for each in rehearsals),
-        ]
-        return ResumeReport(list(find_losses(evidence, rehearsals)), held=held)
+    unbroken = trained_batches(evidence.rank_0)
+    if not any(unbroken):
+        return Comparison(not_checked=NOT_COMPARABLE)
+    rehearsals = []
+    for index, moment in enumerate(choose_moments(evidence.rank_0, count, number)):
+        launch = launch_in(f"preempted-{index}")
+        rehearsals.append(rehearse_moment(moment, launch, evidence, unbroken, args))
+    warned = [each for each in rehearsals if each.moment.is_warned]
+    saved = sum(each.has_saved for each in warned)
+    most = max((lost for each in rehearsals for lost in each.lost), default=0)
+    samples = most * len(unbroken[0]) * len(evidence.ranks)
+    held = [
+        f"preemption: saved in {saved} of {len(warned)} after the signal; at most "
+        f"{format_count(most, 'step')} lost, {format_count(samples, 'sample')} trained again",
+        *(f"  {each.moment}: {describe(each)}" for each in rehearsals),
+    ]
+    return Comparison(list(find_losses(evidence, rehearsals)), held=held)
 
 
 def choose_moments(log: RankLog, count: int, number: int) -> list[Moment]:
@@ -217,7 +210,7 @@ def rehearse_moment(
         if index == 1 and moment.has_snapshot and not has_loaded:
             return InterruptedRun(moment, failure=SNAPSHOT_GONE)
         if begin is None or has_failed(outcome, start):
-            return InterruptedRun(moment, tuple(lost), last_error(outcome))
+            return InterruptedRun(moment, tuple(lost), outcome.last_error or OTHER_BATCHES)
         if index:
             lost.append(done - begin)
         done = begin + len(batches)
@@ -249,14 +242,6 @@ def has_failed(outcome: LaunchOutcome, start: RankLaunch) -> bool:
     """Return whether a start failed by itself, and was not interrupted."""
     was_interrupted = start.interruption is not None and bool(start.interruption.signalled_at)
     return outcome.failed and not was_interrupted
-
-
-def last_error(outcome: LaunchOutcome) -> str:
-    """Return the last line of the output of a start that failed, or went on with other batches."""
-    outputs = [outcome.output(rank).rstrip() for rank in outcome.failed_ranks]
-    causes = [*filter(has_own_error, outputs), *outputs]
-    lines = [line for cause in causes[:1] for line in cause.splitlines()]
-    return [OTHER_BATCHES, *lines][-1]
 
 
 def describe(rehearsal: InterruptedRun) -> str:

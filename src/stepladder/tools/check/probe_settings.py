@@ -41,6 +41,7 @@ class ProbeSettings:
             rename, load. Empty for none.
         frozen: Which run with frozen weights this is; empty where weights move.
         neutral: Whether dropout, batch statistics and random augmentation have no effect.
+        perturbed: Whether each activation and gradient is changed by one unit in its last place.
         names: Whether the names of models, loaders, optimizers and schedules are recorded.
         leaves: Whether the gradients of this rank alone are recorded at each step.
         mechanism: What protects the files outside the copy.
@@ -60,6 +61,7 @@ class ProbeSettings:
     pause_at: str = ""
     frozen: Literal["", "plain", "shuffled", "reweighted"] = ""
     neutral: bool = False
+    perturbed: bool = False
     names: bool = False
     leaves: bool = False
     mechanism: str = ""

@@ -24,23 +24,28 @@ from stepladder.tools.check.events import (
     NeedsOneNode,
     OptimizerStep,
     OtherGroup,
+    Paused,
     RankRead,
     SpawnsRanks,
 )
 from stepladder.tools.check.failure import has_own_error
 from stepladder.tools.check.fork_servers import ForkedProcess, ForkServers
 from stepladder.tools.check.forked_rank import ForkRequest
-from stepladder.tools.check.growing_files import GrowingFiles, is_blocked
-from stepladder.tools.check.interruption import Interruption
 from stepladder.tools.check.isolation.sandbox import Sandbox
 from stepladder.tools.check.probe_settings import (
     PROBE_SETTINGS,
+    SIGNALLED_FILE,
     SIMULATED_GPUS,
     SIMULATED_GPUS_AVAILABLE,
     ProbeSettings,
 )
 from stepladder.tools.check.recording import Recording
-from stepladder.tools.check.standstill import ObservedProcesses, describe_positions
+from stepladder.tools.check.standstill import (
+    GrowingFiles,
+    ObservedProcesses,
+    describe_positions,
+    is_blocked,
+)
 from stepladder.tools.probe.attach import prepend_startup_folder
 
 POLL_INTERVAL_S = 0.1
@@ -63,6 +68,39 @@ RANK_VARIABLES_OF_TORCHRUN = {
 
 Variables = dict[str, str]
 Processes = list[ForkedProcess]
+
+
+class Interruption:
+    """Sends a signal to ranks once rank 0 has paused, and SIGKILL to all after a time of grace.
+
+    Args:
+        number: The signal.
+        grace_s: The seconds between the signal and SIGKILL.
+        last_rank_only: Whether the signal is for the last rank alone.
+    """
+
+    def __init__(self, number: int, grace_s: float, last_rank_only: bool = False) -> None:
+        self.number = number
+        self.grace_s = grace_s
+        self.last_rank_only = last_rank_only
+        self.signalled_at = 0.0
+
+    def poll(self, added: bytes, processes: Processes, folder: Path) -> None:
+        """Send what is due.
+
+        Args:
+            added: What was recorded since the last call.
+            processes: The ranks.
+            folder: The folder of the recordings.
+        """
+        if not self.signalled_at and Paused.marker() in added:
+            for process in processes[-1:] if self.last_rank_only else processes:
+                process.send_signal(self.number)
+            (folder / SIGNALLED_FILE).touch()
+            self.signalled_at = time.monotonic()
+        elif self.signalled_at and time.monotonic() - self.signalled_at > self.grace_s:
+            for process in processes:
+                process.send_signal(signal.SIGKILL)
 
 
 @dataclass(frozen=True)
@@ -129,6 +167,13 @@ class LaunchOutcome:
     def failed_ranks(self) -> list[int]:
         """The ranks whose processes have failed, and were not ended by the check."""
         return [rank for rank, code in enumerate(self.codes) if code not in (0, None)]
+
+    @property
+    def last_error(self) -> str:
+        """The last line of a rank that has failed, of one with an error of its own first."""
+        outputs = [self.output(rank).rstrip() for rank in self.failed_ranks]
+        causes = [*filter(has_own_error, outputs), *outputs]  # others tell of a rank that was lost
+        return "".join(line for cause in causes[:1] for line in cause.splitlines()[-1:])
 
     def output(self, rank: int) -> str:
         path = self.folder / f"rank-{rank}.out"

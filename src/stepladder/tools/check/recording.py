@@ -39,8 +39,18 @@ GLOBAL_VARIABLES = ("RANK", "WORLD_SIZE", "get_rank", "get_world_size", "SLURM_P
 EVENTS_OF_ACTIVITY = 5000  # are enough to distinguish processes that train
 
 
+class EventSequence:
+    """Events of one process, in order."""
+
+    events: list[ProbeEvent]
+
+    def select(self, *kinds: type[E]) -> list[E]:
+        """Return the events of these kinds."""
+        return [event for event in self.events if isinstance(event, kinds)]
+
+
 @dataclass
-class LoaderPass:
+class LoaderPass(EventSequence):
     """One iteration over a loader on one rank.
 
     Args:
@@ -85,34 +95,29 @@ class LoaderPass:
 
     @property
     def steps(self) -> int:
-        return sum(isinstance(event, OptimizerStep) for event in self.events)
-
-    @property
-    def sample_count(self) -> int:
-        return sum(batch.size for batch in self.batches)
+        return len(self.select(OptimizerStep))
 
     @property
     def calls_no_model(self) -> bool:
-        return not any(isinstance(event, Forward) for event in self.events)
+        return not self.select(Forward)
 
     @property
     def is_training(self) -> bool:
-        return any(isinstance(event, OptimizerStep | Backward) for event in self.events)
+        return bool(self.select(OptimizerStep, Backward))
 
     @property
     def keeps_no_graph(self) -> bool:
         """Whether a model was called without a gradient, and nothing was trained."""
-        calls = (event for event in self.events if isinstance(event, Forward))
-        return not self.is_training and any(not event.grad for event in calls)
+        return not self.is_training and any(not call.grad for call in self.select(Forward))
 
     @property
     def takes_gradients(self) -> bool:
-        return any(isinstance(event, Backward | AutogradCall) for event in self.events)
+        return bool(self.select(Backward, AutogradCall))
 
     @property
     def evaluated_calls(self) -> list[Forward]:
         """The calls of models in an evaluation: those without a graph, or all if each has one."""
-        calls = [event for event in self.events if isinstance(event, Forward)]
+        calls = self.select(Forward)
         return [event for event in calls if not event.grad] or calls
 
     @property
@@ -141,16 +146,12 @@ class LoaderPass:
 
 
 @dataclass
-class RankLog:
+class RankLog(EventSequence):
     """All events of one rank's process, in order, and those of its data-loader workers."""
 
     rank: int
     events: list[ProbeEvent]
     worker_events: list[ProbeEvent] = field(default_factory=list)
-
-    def select(self, *kinds: type[E]) -> list[E]:
-        """Return the events of these kinds."""
-        return [event for event in self.events if isinstance(event, kinds)]
 
     def add_worker(self, events: list[ProbeEvent]) -> None:
         """Add the events of a data-loader worker of this rank."""
@@ -207,7 +208,7 @@ class RankLog:
 
     @cached_property
     def has_ended(self) -> bool:
-        return any(isinstance(event, ProcessExit) for event in self.events)
+        return bool(self.select(ProcessExit))
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ started once more. Each start is compared with what the unbroken run does after 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from pathlib import PurePath
 from typing import Any
 
@@ -27,11 +27,10 @@ from stepladder.tools.check.events import (
     SnapshotFound,
     StateDictLoad,
 )
-from stepladder.tools.check.failure import has_own_error
 from stepladder.tools.check.rank_processes import LaunchOutcome, RankLaunch, run_ranks
 from stepladder.tools.check.recording import LoaderPass, RankLog, Recording, read_recording
-from stepladder.tools.check.rules.evidence import RunEvidence
-from stepladder.tools.check.rules.model import first_difference, replicas_differ
+from stepladder.tools.check.rules.evidence import Comparison, RunEvidence
+from stepladder.tools.check.rules.model import replicas_differ
 from stepladder.tools.check.rules.samples import recorded_training_calls
 from stepladder.tools.check.rules.snapshots import module_prefix, renamed_paths
 from stepladder.tools.findings.finding import Finding
@@ -52,24 +51,10 @@ NO_COMPARISON = (
 WEIGHTS_DIFFER = "resume-differs"
 MAX_COMPARED_STEPS = 12
 Samples = tuple[int, ...] | tuple[str, ...]  # of a batch, by index, else by the hash of the row
-Contents = dict[tuple[int, str, str], str]  # by step, file and key
-
-
-@dataclass(frozen=True)
-class ResumeReport:
-    """What a comparison has shown.
-
-    Args:
-        findings: What differs from the unbroken run.
-        note: What could not be compared.
-        not_checked: Why nothing could be compared.
-        held: Lines of what was seen.
-    """
-
-    findings: list[Finding] = field(default_factory=list)
-    note: str = ""
-    not_checked: str = ""
-    held: list[str] = field(default_factory=list)
+# What is compared, in this order: rates, weights before and after a step, and what is saved.
+RATE, BEFORE, AFTER, SAVED = range(4)
+ValueKey = tuple[int, int, str]  # the step, the kind and a name
+Values = dict[ValueKey, Any]
 
 
 @dataclass(frozen=True)
@@ -100,17 +85,28 @@ class ResumedRun:
     @cached_property
     def batches_before(self) -> list[Samples]:
         """The batches that were trained before the snapshot."""
-        return [samples for log in self.before for samples in trained_batches(log)]
+        return [samples for log in self.before for samples in trained_inputs(log)]
 
     @property
     def numbered(self) -> str:
         """Which resume it is, for the messages."""
         return "" if len(self.before) == 1 else f", at resume {len(self.before)}"
 
+    @property
+    def first_line(self) -> CodeLine | None:
+        """The line that reads the samples which the resumed run trains first."""
+        passes = self.resumed.training_passes
+        return passes[0].line if passes else recorded_training_calls(self.resumed)[0].at
+
+    def finding(self, rule: str, text: str) -> Finding:
+        """Return a finding at the line of its rule: that which saves, reads samples or loads."""
+        lines = {"resume-epoch": self.save_line, "resume-samples": self.first_line}
+        return self.evidence.finding(rule, lines.get(rule, self.load_line), text + self.numbered)
+
 
 def compare_resumed_run(
     evidence: RunEvidence, launch: RankLaunch, resume_args: tuple[str, ...] = ()
-) -> ResumeReport:
+) -> Comparison:
     """Halt and resume the script twice, and return what differs from the unbroken run.
 
     Args:
@@ -124,7 +120,7 @@ def compare_resumed_run(
     original, copy = evidence.run.original, launch.settings.copy
     outcome = run_ranks(halting, "halted")
     before: list[Recording] = []
-    report = ResumeReport(not_checked=NO_SNAPSHOT)
+    report = Comparison(not_checked=NO_SNAPSHOT)
     for name in ("resumed", "resumed-again"):
         if not outcome.halted:
             break
@@ -133,7 +129,7 @@ def compare_resumed_run(
         outcome = run_ranks(replace(start, args=(*launch.args, *resume_args)), name)
         resumed = read_recording(outcome.folder, original, copy)
         if outcome.failed:
-            return ResumeReport([failed_resume(evidence, resumed, outcome)])
+            return Comparison([failed_resume(evidence, resumed, outcome)])
         by_key = {finding.key: finding for finding in report.findings}
         report = compare(evidence, before, resumed)
         for finding in report.findings:
@@ -148,14 +144,11 @@ def compare_resumed_run(
 
 def failed_resume(evidence: RunEvidence, resumed: Recording, outcome: LaunchOutcome) -> Finding:
     """Return the finding of a resumed script that failed."""
-    outputs = [outcome.output(rank).rstrip() for rank in outcome.failed_ranks]
-    causes = filter(has_own_error, outputs)  # the others tell of the rank that was lost
-    last_line = " ".join(next(causes, outputs[0]).splitlines()[-1:])
     events = [event for _, event in resumed.select(Load) or evidence.run.select(Save)[:1]]
     is_prefixed = any(event.more or event.fewer for _, event in resumed.select(StateDictLoad))
     rule = "module-prefix" if is_prefixed else "resume-differs"
     line = events[-1].at if events else None
-    text = f"the resumed script fails: {last_line}"
+    text = f"the resumed script fails: {outcome.last_error}"
     return with_copy_of(evidence, resumed).finding(rule, line, text)
 
 
@@ -164,7 +157,7 @@ def with_copy_of(evidence: RunEvidence, resumed: Recording) -> RunEvidence:
     return RunEvidence(replace(evidence.run, copy=resumed.copy), evidence.source)
 
 
-def compare(evidence: RunEvidence, before: list[Recording], resumed: Recording) -> ResumeReport:
+def compare(evidence: RunEvidence, before: list[Recording], resumed: Recording) -> Comparison:
     """Return what differs between the unbroken run and the one that was resumed.
 
     Args:
@@ -175,11 +168,11 @@ def compare(evidence: RunEvidence, before: list[Recording], resumed: Recording) 
     log = resumed.ranks[0]
     loads: list[Any] = [*log.select(StateDictLoad), *log.select(Load)]
     if not loads:
-        return ResumeReport(not_checked=NO_LOAD)
+        return Comparison(not_checked=NO_LOAD)
     resumed_alone = replace(evidence, run=replace(resumed, original=evidence.run.original))
     prefixed = list(module_prefix(resumed_alone))
     if prefixed:
-        return ResumeReport(prefixed)
+        return Comparison(prefixed)
     run = ResumedRun(
         with_copy_of(evidence, resumed),
         evidence.run.ranks[0],
@@ -191,14 +184,9 @@ def compare(evidence: RunEvidence, before: list[Recording], resumed: Recording) 
     diverged = next(replicas_differ(resumed_alone), None)
     if diverged and not any(replicas_differ(evidence)):
         text = f"in the resumed run {diverged.evidence}"
-        return ResumeReport([replace(diverged, evidence=text)])
-    finding = compare_samples(run) or compare_inputs(run) or compare_learning_rates(run)
-    if finding:
-        return ResumeReport([finding])
-    if not is_reproducible(run):
-        return ResumeReport(note=NO_COMPARISON)
-    finding = compare_weights(run) or compare_contents(run)
-    return ResumeReport([finding] if finding else [])
+        return Comparison([replace(diverged, evidence=text)])
+    finding = compare_samples(run)
+    return Comparison([finding]) if finding else compare_values(run)
 
 
 def line_of_snapshot(halted: Recording) -> CodeLine | None:
@@ -215,7 +203,16 @@ def line_of_snapshot(halted: Recording) -> CodeLine | None:
 
 def trained_batches(log: RankLog) -> list[Samples]:
     """Return the samples of each batch of a loader that was trained."""
-    passes = log.training_passes
+    return samples_trained_in(*log.training_passes)
+
+
+def trained_inputs(log: RankLog) -> list[Samples]:
+    """Return the trained batches; without a loader, what goes into the model, as far as known."""
+    inputs = recorded_training_calls(log)
+    return trained_batches(log) or [tuple(call.rows) for call in inputs]
+
+
+def samples_trained_in(*passes: LoaderPass) -> list[Samples]:
     batches = [batch for one_pass in passes for batch in batches_trained_in(one_pass)]
     has_indices = all(batch.indices is not None for batch in batches)
     return [tuple(batch.indices or ()) if has_indices else tuple(batch.rows) for batch in batches]
@@ -236,8 +233,8 @@ def batches_trained_in(one_pass: LoaderPass) -> list[Batch]:
 
 def compare_samples(run: ResumedRun) -> Finding | None:
     """Compare the batches after the snapshot with those of the unbroken run."""
-    unbroken = trained_batches(run.unbroken)
-    resumed = trained_batches(run.resumed)
+    unbroken = trained_inputs(run.unbroken)
+    resumed = trained_inputs(run.resumed)
     first = len(run.batches_before)
     if not resumed or run.batches_before != unbroken[:first]:  # another order in each run
         return find_repeated_samples(run)
@@ -269,16 +266,15 @@ def name_other_batch(
         text = (
             f"the snapshot was written {when}, where epoch {expected} begins; the resumed run goes"
             f" on with the batches of epoch {epoch}: epoch {min(epoch, expected)} is {effect}"
-            f"{run.numbered}"
         )
-        return run.evidence.finding("resume-epoch", run.save_line, text)
+        return run.finding("resume-epoch", text)
     count = abs(other - index)
     effect = f"{count} of the batches are " + ("trained again" if other < index else "left out")
     text = (
         f"{when} the resumed run reads the samples of batch {other + 1}, and the unbroken run those"
-        f" of batch {index + 1}: {effect}{run.numbered}"
+        f" of batch {index + 1}: {effect}"
     )
-    return run.evidence.finding("resume-samples", run.resumed.training_passes[0].line, text)
+    return run.finding("resume-samples", text)
 
 
 def names_of_epochs(log: RankLog) -> list[int]:
@@ -303,16 +299,16 @@ def count_equal(first: list[Samples], second: list[Samples]) -> int:
 
 def compare_lengths(run: ResumedRun, following: int, resumed: int) -> Finding | None:
     """Compare the number of batches, if both runs have ended by themselves."""
-    was_cut_short = run.evidence.run.was_cut_short or not run.resumed.has_ended
-    if was_cut_short or not run.unbroken.has_ended or following == resumed:
+    were_cut_short = run.evidence.run.was_cut_short or not run.resumed.training_passes
+    have_ended = run.resumed.has_ended and run.unbroken.has_ended
+    if were_cut_short or not have_ended or following == resumed:
         return None
     effect = "trained again" if resumed > following else "skipped"
     count = abs(resumed - following)
-    return run.evidence.finding(
+    return run.finding(
         "resume-epoch",
-        run.save_line,
         f"after {format_count(run.steps_before, 'step')} the unbroken run trains {following} more "
-        f"batches, and the resumed run {resumed}: {count} of them are {effect}{run.numbered}",
+        f"batches, and the resumed run {resumed}: {count} of them are {effect}",
     )
 
 
@@ -322,164 +318,120 @@ def find_repeated_samples(run: ResumedRun) -> Finding | None:
     if not before or not run.resumed.training_passes:
         return None
     interrupted = before[-1]
-    resumed = run.resumed.training_passes[0]
     steps = interrupted.steps
-    if interrupted.is_complete or not steps or interrupted.start.loader is None:
+    if interrupted.is_complete or not steps:
         return None
-    trained = set_of(batches_trained_in(interrupted))
-    retrained = set_of(batches_trained_in(resumed))
-    repeated = trained & retrained
+    trained = set(chain.from_iterable(samples_trained_in(interrupted)))
+    retrained = chain.from_iterable(samples_trained_in(run.resumed.training_passes[0]))
+    repeated = trained.intersection(retrained)
     if len(repeated) <= 0.5 * len(trained):
         return None
-    return run.evidence.finding(
+    return run.finding(
         "resume-samples",
-        resumed.line,
         f"the snapshot was written after {steps} steps of an epoch; {len(repeated)} of the "
-        f"{len(trained)} samples of these steps are trained again{run.numbered}",
-    )
-
-
-def set_of(batches: list[Batch]) -> set[Any]:
-    """Return the samples of batches, as indices or as hashes of rows."""
-    has_indices = all(batch.indices is not None for batch in batches)
-    if has_indices:
-        return {index for batch in batches for index in batch.indices or []}
-    return {row for batch in batches for row in batch.rows}
-
-
-def compare_inputs(run: ResumedRun) -> Finding | None:
-    """Find inputs of no loader that begin anew, where the unbroken run goes on with others."""
-    if len(run.before) > 1 or trained_batches(run.resumed):
-        return None
-    done = [call.rows for call in recorded_training_calls(run.before[0])]
-    expected = [call.rows for call in recorded_training_calls(run.unbroken)][len(done) :]
-    resumed = recorded_training_calls(run.resumed)[: min(3, len(done))]
-    begins_anew = len(resumed) >= 2 and [call.rows for call in resumed] == done[: len(resumed)]
-    if not expected or not begins_anew or expected[0] == done[0]:
-        return None
-    return run.evidence.finding(
-        "resume-samples",
-        resumed[0].at,
-        f"the first {len(resumed)} inputs after the resume are those of the first steps of all, "
-        f"and the unbroken run goes on with others",
-        severity="warning",
+        f"{len(trained)} samples of these steps are trained again",
     )
 
 
 # -- rates, weights, and what later snapshots hold -------------------------------------------------
 
 
-def compare_learning_rates(run: ResumedRun) -> Finding | None:
-    """Compare the learning rates of the first steps after the snapshot."""
-    all_rates = [event.lr for event in run.unbroken.select(OptimizerStep)]
-    resumed = [event.lr for event in run.resumed.select(OptimizerStep)][:MAX_COMPARED_STEPS]
-    first_step = run.steps_before + 1
-    pairs = zip(all_rates[run.steps_before :], resumed, strict=False)
-    for step, (expected, rates) in enumerate(pairs, first_step):
-        if not expected or are_equal_rates(expected[:1], rates[:1]):
-            continue
-        text = (
-            f"at step {step} the learning rate is {rates[0]:.6g} after the resume, and "
-            f"{expected[0]:.6g} in the unbroken run{describe_lag(all_rates, rates, step)}"
-        )
-        return run.evidence.finding("resume-lr", run.load_line, f"{text}{run.numbered}")
-    return None
+def recorded_values(log: RankLog, step: int) -> Values:
+    """Return the rates, the weights and what is saved of a start that begins after this step."""
+    values: Values = {}
+    renamed = renamed_paths(log)
+    for event in log.select(BeforeStep, OptimizerStep, Save):
+        if isinstance(event, BeforeStep):
+            values |= {(step + 1, BEFORE, name): digest for name, digest in event.before.items()}
+        elif isinstance(event, OptimizerStep):
+            step += 1
+            if event.lr:
+                values[step, RATE, ""] = event.lr[0]
+            values |= {(step, AFTER, name): digest for name, digest in event.after.items()}
+        elif isinstance(event, Save):
+            file = PurePath(renamed.get(event.path, event.path)).name
+            saved = event.contents.items()
+            values |= {(step, SAVED, f"{name} in {file}"): value for name, value in saved}
+    return values
 
 
-def are_equal_rates(first: Any, second: Any) -> bool:
-    pairs = zip(first, second, strict=True)
-    return all(math.isclose(one, other, rel_tol=1e-6) for one, other in pairs)
-
-
-def describe_lag(all_rates: list[Any], rates: Any, step: int) -> str:
-    """Return at which step the unbroken run has these rates, if at one step alone."""
-    steps = [i for i, each in enumerate(all_rates, 1) if each and are_equal_rates(each, rates)]
-    if len(steps) != 1:
-        return ""
-    if steps[0] == 1:
-        return ", where step 1 has it: the schedule starts again"
-    side = "ahead" if steps[0] > step else "behind"
-    return f", where step {steps[0]} has it: the schedule is {abs(steps[0] - step)} steps {side}"
-
-
-def is_reproducible(run: ResumedRun) -> bool:
-    """Return whether two runs of the script have the same weights up to the stop."""
-    halted = run.before[0].select(OptimizerStep)
-    pairs = zip(run.unbroken.select(OptimizerStep), halted, strict=False)
-    weights = [(a.after, b.after) for a, b in pairs if a.after and b.after]
-    return bool(weights) and all(first == second for first, second in weights)
-
-
-def compare_weights(run: ResumedRun) -> Finding | None:
-    """Compare the weights before and after each step that follows the snapshot."""
-    first_step = run.steps_before + 1
-    befores = {event.step: event.before for event in run.unbroken.select(BeforeStep)}
-    before = befores.get(first_step)
-    resumed_before = run.resumed.select(BeforeStep)[:1]
-    if before and resumed_before and before != resumed_before[0].before:
-        name = first_difference(before, resumed_before[0].before)
-        return run.evidence.finding(
-            "resume-differs",
-            run.load_line,
-            f"before step {first_step} already {name} differs from the unbroken run: the weights "
-            f"themselves are not restored{run.numbered}",
-        )
-    unbroken = run.unbroken.select(OptimizerStep)[run.steps_before :]
-    resumed = run.resumed.select(OptimizerStep)
-    for step, (expected, event) in enumerate(zip(unbroken, resumed, strict=False), first_step):
-        if expected.after and event.after and expected.after != event.after:
-            name = first_difference(expected.after, event.after)
-            return run.evidence.finding(
-                "resume-differs",
-                run.load_line,
-                f"after step {step} {name} differs from the unbroken run; before step {first_step} "
-                f"all weights are equal{run.numbered}",
-            )
-    return None
-
-
-def compare_contents(run: ResumedRun) -> Finding | None:
-    """Compare what a later snapshot holds with what the unbroken run has saved after that step.
+def compare_values(run: ResumedRun) -> Comparison:
+    """Compare what is recorded after the snapshot: rates, then weights, then what is saved.
 
     What differs between two runs that nobody has resumed, such as a time, does not count.
     """
-    unbroken = contents_of_saves(run.unbroken, 0)
-    first = contents_of_saves(run.before[0], 0)
-    varying = {key[1:] for key, value in first.items() if unbroken.get(key, value) != value}
-    resumed = contents_of_saves(run.resumed, run.steps_before)
-    for key, value in sorted(resumed.items(), key=lambda item: is_hash(item[1])):
-        step, file, name = key
-        if key in unbroken and unbroken[key] != value and key[1:] not in varying:
-            values = f"{value} after the resume, and {unbroken[key]} in the unbroken run"
-            if is_hash(value):
-                values = "another after the resume than in the unbroken run"
-            return run.evidence.finding(
-                "resume-differs",
-                run.load_line,
-                f"{name} in {file} after step {step} is {values}{run.numbered}",
-            )
-    return None
+    unbroken = recorded_values(run.unbroken, 0)
+    resumed = recorded_values(run.resumed, run.steps_before)
+    halted = recorded_values(run.before[0], 0)
+    varying = {
+        key[1:] for key in halted if not is_same(halted[key], unbroken.get(key, halted[key]))
+    }
+    order = sorted(resumed, key=lambda key: (key[1], is_hash(resumed[key]), key[0]))
+    differing = [
+        key for key in order if key in unbroken and not is_same(resumed[key], unbroken[key])
+    ]
+    last_step = run.steps_before + MAX_COMPARED_STEPS
+    for step, kind, _ in differing:
+        if kind == RATE and step <= last_step:
+            return Comparison([run.finding("resume-lr", describe_rate(unbroken, resumed, step))])
+    weights = {key[1:] for key in halted if key[1] == AFTER}
+    if not weights or weights & varying:
+        return Comparison(note=NO_COMPARISON)
+    first_step = run.steps_before + 1
+    for key in differing:
+        is_later_beginning = key[1] == BEFORE and key[0] > first_step
+        if key[1] != RATE and key[1:] not in varying and not is_later_beginning:
+            text = describe_state(key, unbroken, resumed, first_step)
+            return Comparison([run.finding("resume-differs", text)])
+    return Comparison()
 
 
-def is_hash(value: str) -> bool:
-    return value.startswith("#")
+def describe_state(key: ValueKey, unbroken: Values, resumed: Values, first_step: int) -> str:
+    """Return how a weight, or a part of a snapshot, differs from that of the unbroken run."""
+    step, kind, name = key
+    if kind == BEFORE:
+        return (
+            f"before step {step} already {name} differs from the unbroken run: the weights "
+            "themselves are not restored"
+        )
+    if kind == AFTER:
+        return (
+            f"after step {step} {name} differs from the unbroken run; before step {first_step} all "
+            "weights are equal"
+        )
+    values = f"{resumed[key]} after the resume, and {unbroken[key]} in the unbroken run"
+    if is_hash(resumed[key]):
+        values = "another after the resume than in the unbroken run"
+    return f"{name} after step {step} is {values}"
 
 
-def contents_of_saves(log: RankLog, steps_before: int) -> Contents:
-    """Return the hashes and numbers of what was saved, by step, file and key."""
-    contents: Contents = {}
-    renamed = renamed_paths(log)
-    for step, save in steps_of_saves(log, steps_before):
-        file = PurePath(renamed.get(save.path, save.path)).name
-        for name, value in save.contents.items():
-            contents[step, file, name] = value
-    return contents
+def is_same(first: object, second: object) -> bool:
+    """Return whether two recorded values are the same; schedules may round rates."""
+    if isinstance(first, float) and isinstance(second, float):
+        return math.isclose(first, second, rel_tol=1e-6)
+    return first == second
 
 
-def steps_of_saves(log: RankLog, step: int) -> Iterator[tuple[int, Save]]:
-    """Yield each save with the number of the steps before it."""
-    for event in log.select(OptimizerStep, Save):
-        if isinstance(event, Save):
-            yield step, event
-        else:
-            step += 1
+def is_hash(value: object) -> bool:
+    return str(value).startswith("#")
+
+
+def describe_rate(unbroken: Values, resumed: Values, step: int) -> str:
+    """Return both rates, and at which step the unbroken run has that of the resumed one."""
+    key = (step, RATE, "")
+    text = (
+        f"at step {step} the learning rate is {resumed[key]:.6g} after the resume, and "
+        f"{unbroken[key]:.6g} in the unbroken run"
+    )
+    steps = [
+        n
+        for n, kind, _ in unbroken
+        if kind == RATE and is_same(unbroken[n, kind, ""], resumed[key])
+    ]
+    if len(steps) != 1:
+        return text
+    if steps[0] == 1:
+        return f"{text}, where step 1 has it: the schedule starts again"
+    side = "ahead" if steps[0] > step else "behind"
+    lag = abs(steps[0] - step)
+    return f"{text}, where step {steps[0]} has it: the schedule is {lag} steps {side}"

@@ -10,7 +10,7 @@ from stepladder.tools.check.events import EnoughPasses, OptimizerStep
 from stepladder.tools.check.failure import NotChecked
 from stepladder.tools.check.recording import RankLog
 from stepladder.tools.check.script_runs import ScriptRun
-from stepladder.tools.check.script_source import ScriptSource, imported_packages
+from stepladder.tools.check.script_source import ScriptSource, imported_modules
 
 DEFINITIONS = ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef
 
@@ -61,10 +61,8 @@ def no_training(run: ScriptRun) -> NotChecked:
 def no_training_in_source(source: ScriptSource) -> NotChecked | None:
     """Return why no training can be in a source, so that rules which read it prove nothing."""
     script = source.files[0]
-    names: set[str] = set()
-    for file in source.files:
-        names.update(imported_packages(file.tree))
-    names -= sys.stdlib_module_names
+    modules = [name for file in source.files for name in imported_modules(file.tree)]
+    names = {name.partition(".")[0] for name in modules} - sys.stdlib_module_names - {""}
     names -= {file.path.stem for file in source.files}
     if not names:
         reason = "it imports no torch, nor any other package"

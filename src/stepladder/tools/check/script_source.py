@@ -202,29 +202,24 @@ def read_source(script: Path, folder: Path) -> ScriptSource:
     return ScriptSource(tuple(files.values()))
 
 
-def imported_packages(tree: ast.Module) -> Iterator[str]:
-    """Yield the top-level packages that a file imports."""
+def imported_modules(tree: ast.Module) -> Iterator[str]:
+    """Yield the modules that a file imports, and what it imports from them, which may be modules.
+
+    The names of relative ones begin with dots.
+    """
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from (alias.name.partition(".")[0] for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            yield node.module.partition(".")[0]
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            module = "." * node.level + (node.module or "")
+            yield module
+            yield from (f"{module}.{alias.name}" for alias in node.names)
 
 
 def imported_paths(tree: ast.Module, folder: Path) -> list[Path]:
     """Return the files in a folder that a file of it imports."""
-    names: list[str] = []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            names += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            module = node.module or ""
-            names.append(module)
-            names += [f"{module}.{alias.name}".strip(".") for alias in node.names]
-    paths: list[Path] = []
-    for name in filter(None, names):
-        target = folder / name.replace(".", "/")
-        paths.append(target.with_name(f"{target.name}.py"))
-    for name in filter(None, names):
-        paths.append(folder / name.replace(".", "/") / "__init__.py")
+    names = filter(None, (name.strip(".") for name in imported_modules(tree)))
+    targets = [folder / re.sub(r"\.+", "/", name) for name in names]
+    paths = [target.with_name(f"{target.name}.py") for target in targets]
+    paths += [target / "__init__.py" for target in targets]
     return [path.resolve() for path in paths if path.is_file()]

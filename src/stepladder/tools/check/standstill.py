@@ -6,9 +6,11 @@ downloads while the others wait for it.
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,7 +27,15 @@ from stepladder.launcher.local.process_stats import (
     read_busy_seconds,
 )
 from stepladder.rank.stacks import Stack, parse_traceback, read_abort_stacks, read_stacks
-from stepladder.tools.check.events import GroupJoined, ProcessStart
+from stepladder.tools.check.events import (
+    Backward,
+    Forward,
+    GroupDestroy,
+    GroupInit,
+    GroupJoined,
+    ProcessStart,
+    ScriptCollective,
+)
 from stepladder.tools.check.failure import RANK_PREFIX, WAITED_TOO_LONG
 from stepladder.tools.check.probe_settings import STACKS_SUFFIX
 from stepladder.tools.probe.events import ProbeEvent
@@ -34,6 +44,8 @@ OBSERVE_INTERVAL_S = 0.2
 NO_PID = 0  # of ranks in a report, whose text is the same each time
 WORKING_SHARE = 0.05  # of a core
 ENDED_THREAD = re.compile(r"^Exception in (thread .+):$", re.MULTILINE)
+LAST_LINE_BYTES = 4000
+BLOCKING_EVENTS = (ScriptCollective, Backward, GroupInit, Forward, GroupDestroy)
 TELLS_THE_RANK = (ProcessStart.marker(), GroupJoined.marker())
 
 
@@ -184,3 +196,44 @@ class ObservedProcesses:
 def describe_positions(statuses: Sequence[RankStatus]) -> str:
     """Return where the ranks are; empty where no rank is known."""
     return explain_hang(statuses).sentence if statuses else ""
+
+
+class GrowingFiles:
+    """The recordings and outputs in a folder, of which only what is new is read.
+
+    Args:
+        observed: The processes that write them; they learn which rank each is.
+    """
+
+    def __init__(self, observed: ObservedProcesses) -> None:
+        self.folder = observed.folder
+        self.observed = observed
+        self.sizes: dict[str, int] = {}
+
+    def read_added(self) -> bytes:
+        """Return what has been added to the files since the last call."""
+        added = b""
+        for path in [*self.folder.glob("*.jsonl"), *self.folder.glob("*.out")]:
+            known = self.sizes.get(path.name, 0)
+            size = path.stat().st_size
+            if size > known:
+                with path.open("rb") as file:
+                    file.seek(known)
+                    grown = file.read(size - known)
+                added += grown
+                if path.suffix == ".jsonl":
+                    self.observed.add_events(path, grown)
+                self.sizes[path.name] = size
+        return added
+
+
+def is_blocked(folder: Path) -> bool:
+    """Return whether the last event of any rank is one in which it may block."""
+    for path in folder.glob("*.jsonl"):
+        with path.open("rb") as file:
+            with suppress(OSError):  # a shorter file is read from its beginning
+                file.seek(-LAST_LINE_BYTES, os.SEEK_END)
+            lines = file.read().splitlines()
+        if lines and any(event.marker() in lines[-1] for event in BLOCKING_EVENTS):
+            return True
+    return False

@@ -2,14 +2,48 @@
 
 from __future__ import annotations
 
-from stepladder.tools.parity.compare import FirstDifference, Runs, StepTriple
-from stepladder.tools.parity.named_cause import NamedCause, loader_line, processes
-from stepladder.tools.parity.steps import GlobalStep, RunSteps, Samples
-from stepladder.tools.parity.tensor_causes import (
-    TensorEvidence,
-    describe_deviation,
-    find_tensor_cause,
-)
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from stepladder.core.numbers import format_count
+from stepladder.tools.check.events import Backward, Clipping
+from stepladder.tools.check.relations.gradients import common_elements, distance, fit_factor
+from stepladder.tools.parity.compare import FirstDifference, Runs, StepTriple, first_beyond
+from stepladder.tools.parity.steps import GlobalStep, RunSteps, Samples, Tensors
+from stepladder.tools.parity.tolerance import TensorTriple
+from stepladder.tools.probe.events import CodeLine
+
+# Gradients differ by a factor if what the factor does not explain is smaller than this share.
+MAX_UNEXPLAINED_SHARE = 0.05
+SAME_FACTOR = 0.01  # relative
+
+
+@dataclass(frozen=True)
+class NamedCause:
+    """A kind of cause, which has its texts in rules.toml.
+
+    Args:
+        evidence: What was measured.
+        line: The line of the script that it comes from.
+    """
+
+    rule: str
+    evidence: str
+    line: CodeLine | None = None
+
+
+def loader_line(run: RunSteps) -> CodeLine | None:
+    """Return the line that made the loader; of a script without one, the first call of a model."""
+    passes = run.recording.ranks[0].training_passes
+    if passes:
+        return passes[0].loader_line
+    calls = run.steps[0].first.inputs
+    return calls[0].at if calls else None
+
+
+def processes(run: RunSteps) -> str:
+    return format_count(run.world_size, "process")
 
 
 def find_cause(runs: Runs, difference: FirstDifference) -> NamedCause:
@@ -113,3 +147,186 @@ def cause_of_rate(triple: StepTriple) -> NamedCause:
     if reference.number > 1:
         evidence += "; before this step they are equal, so the schedule differs"
     return NamedCause("learning-rate", evidence, compared.first.end.at)
+
+
+# -- tensors that differ although samples and learning rates are the same --------------------------
+
+
+@dataclass(frozen=True)
+class TensorEvidence:
+    """The step at which a tensor differs first."""
+
+    runs: Runs
+    triple: StepTriple
+    difference: FirstDifference
+
+    @property
+    def reference(self) -> GlobalStep:
+        return self.triple.reference
+
+    @property
+    def compared(self) -> GlobalStep:
+        return self.triple.compared
+
+    @property
+    def backward_line(self) -> CodeLine | None:
+        return self.compared.first.backward_line
+
+    def cause(self, rule: str, evidence: str, line: CodeLine | None = None) -> NamedCause:
+        """Return a cause, at the line of the backward pass if no other is given."""
+        text = f"step {self.compared.number}: {evidence}"
+        return NamedCause(rule, text, line or self.backward_line)
+
+
+def find_tensor_cause(evidence: TensorEvidence) -> NamedCause:
+    """Return the first cause that explains the difference."""
+    explanations = EXPLAINS_GRADIENTS
+    if evidence.difference.quantity == "weight":
+        explanations = EXPLAINS_WEIGHTS
+    for explain in explanations:
+        cause = explain(evidence)
+        if cause is not None:
+            return cause
+    text = describe_deviation(evidence.difference)
+    return NamedCause("unexplained", text, evidence.backward_line)
+
+
+def describe_deviation(difference: FirstDifference) -> str:
+    """Return how far a tensor differs, and how far it may."""
+    deviation = difference.deviation
+    assert deviation is not None
+    where = f"step {difference.step}" if difference.step else "before the first step"
+    kind = "gradient" if difference.quantity == "loss" else difference.quantity
+    return (
+        f"{where}: the {kind} of {deviation.name} differs by {100 * deviation.relative:.3g} %; "
+        f"rounding explains {100 * deviation.allowed:.2g} %"
+    )
+
+
+def explain_replicas(evidence: TensorEvidence) -> NamedCause | None:
+    name = name_replica_difference(evidence.compared, evidence.triple.epsilon)
+    if not name:
+        return None
+    text = f"the gradient of {name} is not the same on all ranks"
+    return evidence.cause("not-averaged", text)
+
+
+def name_replica_difference(step: GlobalStep, epsilon: float) -> str:
+    """Return the first parameter whose gradient, or weight, differs between ranks."""
+    values = [rank_step.values for rank_step in step.ranks if rank_step.values is not None]
+    for of_rank in values[1:]:
+        name = first_difference(values[0].grads, of_rank.grads, epsilon)
+        name = name or first_difference(values[0].weights, of_rank.weights, epsilon)
+        if name:
+            return name
+    return ""
+
+
+def first_difference(tensors: Tensors, peers_tensors: Tensors, epsilon: float) -> str:
+    """Return the name of the first tensor that differs between two ranks, or ""."""
+    triple = TensorTriple(tensors, peers_tensors, tensors, epsilon)
+    beyond = first_beyond(triple.deviations())
+    return beyond.name if beyond else ""
+
+
+def explain_settings(evidence: TensorEvidence) -> NamedCause | None:
+    """Name the first setting of the optimizer that differs."""
+    reference = evidence.reference.values
+    compared = evidence.compared.values
+    if reference is None or compared is None:
+        return None
+    line = evidence.compared.first.end.at
+    for reference_group, group in zip(reference.settings, compared.settings, strict=False):
+        for name, reference_value in reference_group.items():
+            value = group.get(name, math.nan)
+            if not math.isclose(reference_value, value):
+                text = f"{name} is {reference_value:g}, and {value:g}"
+                return evidence.cause("optimizer-setting", text, line)
+    return None
+
+
+def explain_factor(evidence: TensorEvidence) -> NamedCause | None:
+    factor = common_factor(evidence.reference, evidence.compared)
+    if factor is None:
+        return None
+    text = f"all gradients are {factor:.4g} times those of {processes(evidence.runs.reference)}"
+    return evidence.cause("loss-scaled", f"{text}{explain_number(evidence, factor)}")
+
+
+def common_factor(reference: GlobalStep, compared: GlobalStep) -> float | None:
+    """Return the factor by which all gradients differ; None where there is no single one."""
+    # The first value is the norm.
+    tensors = [{name: v[1:] for name, v in step.grads.items()} for step in (reference, compared)]
+    pairs = common_elements(*tensors)
+    factor = fit_factor(pairs)
+    size = distance(pairs, 0.0)
+    change = distance([(expected, factor * expected) for expected, _ in pairs])
+    if not factor or distance(pairs, factor) > MAX_UNEXPLAINED_SHARE * min(change, size):
+        return None
+    return factor
+
+
+def explain_number(evidence: TensorEvidence, factor: float) -> str:
+    """Return where the factor between gradients comes from, if it is a known number."""
+    ranks = evidence.runs.compared.world_size / evidence.runs.reference.world_size
+    reference_passes = max(1, len(evidence.reference.first.select(Backward)))
+    passes = len(evidence.compared.first.select(Backward)) / reference_passes
+    known_factors = (
+        (ranks, ": a sum over the ranks in place of a mean"),
+        (1 / ranks, ": they are divided by the number of ranks twice"),
+        (passes, f", as there are {passes:g} times as many backward passes in a step"),
+    )
+    for known, text in known_factors:
+        if math.isclose(factor, known, rel_tol=SAME_FACTOR):
+            return text
+    return ""
+
+
+def explain_clipping(evidence: TensorEvidence) -> NamedCause | None:
+    first = evidence.compared.first
+    if not first.clips_early:
+        return None
+    text = "clip_grad_norm_ is called before the last exchange of gradients"
+    return evidence.cause("clip-before-average", text, first.select(Clipping)[0].at)
+
+
+def explain_sizes(evidence: TensorEvidence) -> NamedCause | None:
+    """Name batches of different sizes, whose means count the same."""
+    if len(set(evidence.compared.sizes)) == 1:
+        return None
+    sizes = " and ".join(map(str, evidence.compared.sizes))
+    text = f"the ranks have {sizes} samples, and their means count the same"
+    return evidence.cause("loss-per-rank", text)
+
+
+def explain_draws(evidence: TensorEvidence) -> NamedCause | None:
+    """Name random numbers of the loop, if models were called on other inputs."""
+    draw = evidence.runs.compared.find_loop_draw(evidence.compared)
+    if draw is None or evidence.compared.input_rows == evidence.reference.input_rows:
+        return None
+    text = f"{draw.fn} is called in the loop over batches"
+    return evidence.cause("random-input", text, draw.at)
+
+
+def explain_loss(evidence: TensorEvidence) -> NamedCause | None:
+    """Name a loss that is no mean over samples: nothing but the ranks' shares differs."""
+    if not evidence.triple.has_other_loss:
+        return None
+    losses = " and ".join(f"{loss:.6g}" for loss in evidence.compared.rank_losses)
+    text = (
+        f"the ranks' losses are {losses}; {processes(evidence.runs.reference)} on the same samples "
+        f"and weights: {evidence.reference.loss:.6g}"
+    )
+    return evidence.cause("loss-per-rank", text)
+
+
+Explain = Callable[[TensorEvidence], NamedCause | None]
+EXPLAINS_WEIGHTS: tuple[Explain, ...] = (explain_settings, explain_replicas)
+EXPLAINS_GRADIENTS: tuple[Explain, ...] = (
+    explain_replicas,
+    explain_factor,
+    explain_clipping,
+    explain_sizes,
+    explain_draws,
+    explain_loss,
+)

@@ -1,38 +1,16 @@
-"""The events that parity adds to those of check's probe, and the settings of its own probe.
+"""The events that parity adds to those of check's probe, and the variable that asks for them.
 
 Imported before torch in each rank, and by the command, which reads the recordings.
 """
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import field
 
 from stepladder.tools.probe.events import ProbeEvent
 
-PARITY_SETTINGS = "STEPLADDER_PARITY"
-
-
-@dataclass(frozen=True)
-class ValueSettings:
-    """How a run of the script differs from a plain one.
-
-    Args:
-        perturbed: Whether each activation and gradient is changed by one unit in its last place.
-        neutral: Whether dropout, batch statistics and random augmentation have no effect.
-    """
-
-    perturbed: bool = False
-    neutral: bool = False
-
-    def to_variables(self) -> dict[str, str]:
-        return {PARITY_SETTINGS: json.dumps(asdict(self))}
-
-    @staticmethod
-    def from_environment() -> ValueSettings:
-        return ValueSettings(**json.loads(os.environ[PARITY_SETTINGS]))
+PARITY_VARIABLE = "STEPLADDER_PARITY"
 
 
 class StepValues(ProbeEvent, kind="values"):

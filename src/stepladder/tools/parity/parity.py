@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -11,17 +10,14 @@ from stepladder.core.scratch import temporary_folder
 from stepladder.core.signals import exit_on_signals
 from stepladder.tools.check.check import Check, Request
 from stepladder.tools.check.failure import NotChecked, choose_exit_code
-from stepladder.tools.check.fork_servers import ForkServers
-from stepladder.tools.check.isolation.sandbox import Sandbox, SandboxFolders
 from stepladder.tools.check.isolation.summary import Isolation, blame_refusal, summarize
 from stepladder.tools.check.rank_processes import RankLaunch
 from stepladder.tools.check.rules.evidence import RunEvidence
 from stepladder.tools.check.script_runs import ScriptRun, ScriptRuns
 from stepladder.tools.findings.finding import Catalogue, Finding
-from stepladder.tools.parity.causes import find_cause
+from stepladder.tools.parity.causes import NamedCause, find_cause, loader_line, processes
 from stepladder.tools.parity.compare import FirstDifference, Runs, find_difference
-from stepladder.tools.parity.events import ValueSettings
-from stepladder.tools.parity.named_cause import NamedCause, loader_line, processes
+from stepladder.tools.parity.events import PARITY_VARIABLE
 from stepladder.tools.parity.steps import read_steps
 from stepladder.tools.probe.attach import temporary_environment
 
@@ -120,22 +116,15 @@ class Parity:
             return self.compare_in_scratch(folder.resolve())
 
     def compare_in_scratch(self, scratch_folder: Path) -> ParityReport:
-        (scratch_folder / "recordings").mkdir()
         request = self.request
-        folders = SandboxFolders(
-            scratch_folder,
-            scratch_folder / "copy",
-            self.check.folder,
-            (*request.reference.args, *request.compared.args),
-            request.check.writable_folders,
-            is_unsafe=request.check.unsafe,
-        )
-        with closing(Sandbox(folders)) as sandbox, closing(ForkServers()) as servers:
+        args = (*request.reference.args, *request.compared.args)
+        watched = temporary_environment(**{PARITY_VARIABLE: "1"})
+        with watched, self.check.open_launch(scratch_folder, args) as launch:
             try:
-                report = self.compare(self.check.make_launch(scratch_folder, sandbox, servers))
+                report = self.compare(launch)
             except NotJudged as error:
                 report = ParityReport(not_judged=error.reason)
-            isolation = summarize(sandbox)
+            isolation = summarize(launch.sandbox)
         return replace(
             report,
             not_judged=blame_refusal(report.not_judged, isolation),
@@ -164,8 +153,7 @@ class Parity:
         """
         compared = self.request.compared
         launch = replace(launch, nproc=compared.nproc, args=compared.args, nodes=1)
-        with temporary_environment(**ValueSettings().to_variables()):
-            run = self.runs.run(launch)
+        run = self.runs.run(launch)
         if not (run.outcome.knows_other_ranks or run.outcome.failed):
             raise NotJudged(NotChecked("script", NO_OTHER_RANKS))
         return self.validate(run, compared)
@@ -174,10 +162,9 @@ class Parity:
         self, name: str, launch: RankLaunch, size: Size, neutral: bool, perturbed: bool = False
     ) -> ScriptRun:
         """Run the script on one size, started as another run of it."""
-        launch = replace(launch, nproc=size.nproc, args=size.args)
-        settings = ValueSettings(perturbed, neutral)
-        with temporary_environment(**settings.to_variables()):
-            return self.validate(self.runs.run_once(launch, name), size)
+        settings = replace(launch.settings, neutral=neutral, perturbed=perturbed)
+        launch = replace(launch, nproc=size.nproc, args=size.args, settings=settings)
+        return self.validate(self.runs.run_once(launch, name), size)
 
     def run_references(self, compared: ScriptRun, neutral: bool) -> Runs:
         """Run the reference and the perturbed reference as the compared run was started."""

@@ -6,7 +6,6 @@ from collections import Counter
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import isnan
-from typing import TypeVar
 
 from stepladder.tools.check.events import (
     Backward,
@@ -19,17 +18,16 @@ from stepladder.tools.check.events import (
     PassStart,
     ScriptCollective,
 )
-from stepladder.tools.check.recording import RankLog, Recording
+from stepladder.tools.check.recording import EventSequence, RankLog, Recording
 from stepladder.tools.parity.events import StepValues
 from stepladder.tools.probe.events import CodeLine, ProbeEvent
 
-Event = TypeVar("Event", bound=ProbeEvent)
 Sample = tuple[str, ...]  # what identifies a sample
 Tensors = dict[str, list[float]]  # by name: the norm, and then some elements
 
 
 @dataclass
-class RankStep:
+class RankStep(EventSequence):
     """One optimizer step on one rank, with what has led to it.
 
     Args:
@@ -46,10 +44,6 @@ class RankStep:
 
     def add_values(self, values: StepValues) -> None:
         self.values = values
-
-    def select(self, kind: type[Event]) -> list[Event]:
-        """Return the events of one type."""
-        return [event for event in self.events if isinstance(event, kind)]
 
     @cached_property
     def losses(self) -> list[float]:

@@ -21,9 +21,9 @@ from stepladder.tools.check.probe.hooks_train import (
     named_parameters_of,
     training_tracker,
 )
-from stepladder.tools.check.probe.patching import default_on_error
+from stepladder.tools.check.probe.patching import Call, default_on_error
 from stepladder.tools.check.probe.probe_log import current_log
-from stepladder.tools.parity.events import StepValues, ValueSettings
+from stepladder.tools.parity.events import StepValues
 
 FULLY_RECORDED_STEPS = 200  # of later steps only some are recorded
 MAX_VALUES_PER_STEP = 2048
@@ -35,8 +35,8 @@ PERTURBATION_SEED = 1
 class ValueRecorder:
     """Records the values around each optimizer step of this process."""
 
-    def __init__(self, settings: ValueSettings) -> None:
-        self.settings = settings
+    def __init__(self) -> None:
+        self.perturbs = current_log().settings.perturbed
         self.calls: Counter[str] = Counter()  # of dropout and batch norm since the last step
         self.epsilon = 0.0
         self.grads: dict[str, list[float]] = {}
@@ -49,7 +49,7 @@ class ValueRecorder:
         number = training_tracker.number_of(optimizer)
         named = named_parameters_of(optimizer)
         with_gradient = {name: p for name, p in named.items() if p.grad is not None}
-        if self.settings.perturbed:
+        if self.perturbs:
             for parameter in with_gradient.values():
                 perturb_in_place(parameter.grad)
         self.initial = {}
@@ -81,22 +81,22 @@ class ValueRecorder:
         )
         self.calls.clear()
 
-    def count_call(self, layer: str) -> None:
-        """Count a call of dropout or of batch norm."""
+    def count_call(self, layer: str, call: Call, _: Call) -> Any:
+        """Count a call of dropout or of batch norm, and run it."""
         if torch.is_grad_enabled():
             self.calls[layer] += 1
+        return call.run()
 
     def note_precision(self, tensor: Tensor) -> None:
         self.epsilon = max(self.epsilon, torch.finfo(tensor.dtype).eps)
 
 
 def attach() -> None:
-    settings = ValueSettings.from_environment()
-    recorder = ValueRecorder(settings)
+    recorder = ValueRecorder()
     optimizers.register_optimizer_step_pre_hook(lambda opt, *_: recorder.before_step(opt))
     optimizers.register_optimizer_step_post_hook(lambda opt, *_: recorder.after_step(opt))
     nn.modules.module.register_module_forward_hook(make_forward_hook(recorder))
-    noise.attach(recorder.count_call, settings.neutral)
+    noise.wrap_layers(recorder.count_call)
 
 
 @default_on_error(dict)
@@ -162,7 +162,7 @@ def make_forward_hook(recorder: ValueRecorder) -> Any:
         if is_traced or not output.is_floating_point():
             return None
         recorder.note_precision(output)
-        if not recorder.settings.perturbed:
+        if not recorder.perturbs:
             return None
         perturbed = output - make_perturbation(output)
         perturbed.register_hook(perturb_gradient)

@@ -16,7 +16,6 @@ import stat
 import sys
 
 from stepladder.tools.check.events import Refusal
-from stepladder.tools.check.isolation import library_guard
 from stepladder.tools.check.probe.probe_log import current_log
 
 TYPE_CHECKING = False
@@ -32,7 +31,6 @@ WORKING_FOLDER = -1  # what audit events report when a call names no folder by a
 def attach() -> None:
     current_log()  # it opens its file before files outside are refused
     sys.addaudithook(audit)
-    library_guard.attach(guard_path)
 
 
 def mechanism() -> str:
@@ -74,7 +72,7 @@ def guard_path(
         refuse(real)
 
 
-def guard_new_path(path: Any, folder: int = WORKING_FOLDER) -> None:
+def guard_new_path(path: Any, folder: int) -> None:
     """Raise OSError where a call would create a file outside.
 
     If a file of this name exists, the call itself reports the error.
@@ -141,30 +139,20 @@ def refuse(path: str) -> NoReturn:
     raise OSError(errno.EROFS, f"{text}  (HINT: stepladder check --writes {folder} ...)")
 
 
-def guard_rename(
-    source: Any,
-    target: Any,
-    source_folder: int = WORKING_FOLDER,
-    target_folder: int = WORKING_FOLDER,
-) -> None:
+def guard_rename(source: Any, target: Any, source_folder: int, target_folder: int) -> None:
     guard_path(source, source_folder, follow=False, must_exist=True)
     source_exists = os.path.lexists(real_path(source, source_folder, follow=False) or "")
     if source_exists or mechanism() == "namespace":
         guard_path(target, target_folder, follow=False)
 
 
-def guard_link(
-    source: Any,
-    target: Any,
-    source_folder: int = WORKING_FOLDER,
-    target_folder: int = WORKING_FOLDER,
-) -> None:
+def guard_link(source: Any, target: Any, source_folder: int, target_folder: int) -> None:
     """Raise OSError for a hard link to a file outside: writing to the link changes the file."""
     guard_path(source, source_folder, must_exist=True)
     guard_new_path(target, target_folder)
 
 
-def guard_removal(path: Any, folder: int = WORKING_FOLDER) -> None:
+def guard_removal(path: Any, folder: int) -> None:
     guard_path(path, folder, follow=False, must_exist=True)
 
 
@@ -183,8 +171,8 @@ EVENT_HANDLERS: dict[str, Callable[..., None]] = {
     "os.rmdir": guard_removal,
     "os.rename": guard_rename,
     "os.link": guard_link,
-    "os.mkdir": lambda path, mode, folder=WORKING_FOLDER: guard_new_path(path, folder),
-    "os.symlink": lambda source, target, folder=WORKING_FOLDER: guard_new_path(target, folder),
+    "os.mkdir": lambda path, mode, folder: guard_new_path(path, folder),
+    "os.symlink": lambda source, target, folder: guard_new_path(target, folder),
     "os.truncate": guard_change,
     "os.chmod": guard_change_in_folder,
     "os.chown": guard_change_in_folder,

@@ -17,7 +17,6 @@ from stepladder.rank.torch_fixes_store import bind_store_to_loopback, keep_store
 from stepladder.tools.check.events import ProcessExit
 from stepladder.tools.check.probe import (
     frozen,
-    hooks_accelerate,
     hooks_comm,
     hooks_data,
     hooks_files,
@@ -27,7 +26,6 @@ from stepladder.tools.check.probe import (
     hooks_snapshot,
     hooks_statistics,
     hooks_train,
-    hooks_wrapper,
     noise,
 )
 from stepladder.tools.check.probe.probe_log import current_log
@@ -44,7 +42,6 @@ def attach() -> None:
     name_groups_in_stacks()
     if current_log().settings.names:
         hooks_names.attach()
-    hooks_accelerate.attach()
     hooks_comm.attach()
     hooks_data.attach()
     hooks_files.attach()
@@ -53,7 +50,6 @@ def attach() -> None:
     hooks_snapshot.attach()
     hooks_statistics.attach()
     hooks_train.attach()
-    hooks_wrapper.attach()
     if current_log().settings.frozen:
         frozen.attach(current_log().settings.frozen)
     if current_log().settings.neutral:

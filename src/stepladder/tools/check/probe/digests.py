@@ -21,6 +21,7 @@ MAX_HELD_SAMPLES = 64
 MAX_SUMMED_COLUMNS = 64
 MAX_HASHED_ELEMENTS = 65536  # of each tensor of a data set
 MAX_ATTRIBUTES = 50
+MAX_ATTRIBUTE_DEPTH = 2
 MAX_ITEMS = 20  # of a list
 MAX_DEPTH = 4  # of nested lists and dicts
 MAX_GRADIENT_SUMS = 16
@@ -219,22 +220,25 @@ def random_states() -> Digests:
 
 
 @default_on_error(dict)
-def generator_states(owner: Any, depth: int = 0) -> Digests:
+def generator_states(owner: Any) -> Digests:
     """Return hashes of the states of random generators that an object holds, by attribute."""
-    states: Digests = {}
+    states = {path: generator_state(value) for path, value in nested_attributes(owner)}
+    return {path: state for path, state in states.items() if state}
+
+
+def nested_attributes(owner: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
+    """Yield what an object such as a data set holds, and what these hold.
+
+    Each comes with the attributes, and the places in lists, that lead to it.
+    """
     for name, value in list(getattr(owner, "__dict__", {}).items())[:MAX_ATTRIBUTES]:
-        state = generator_state(value)
-        if state:
-            states[name] = state
-        elif depth < 2 and has_attributes(value):
-            nested = generator_states(value, depth + 1)
-            states |= {f"{name}.{inner}": state for inner, state in nested.items()}
-    return states
-
-
-def has_attributes(value: Any) -> bool:
-    """Return whether a value is an object that may hold others, such as a data set."""
-    return hasattr(value, "__dict__") and not isinstance(value, Tensor | type)
+        inner = f"{path}.{name}".removeprefix(".")
+        yield inner, value
+        if isinstance(value, list | tuple):
+            for index, item in enumerate(value[:MAX_ITEMS]):
+                yield f"{inner}[{index}]", item
+        elif depth < MAX_ATTRIBUTE_DEPTH and not isinstance(value, Tensor | type):
+            yield from nested_attributes(value, inner, depth + 1)
 
 
 @default_on_error(str)

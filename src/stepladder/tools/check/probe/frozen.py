@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import random
-import sys
 import time
 import zlib
 from collections import defaultdict
@@ -34,7 +32,8 @@ from stepladder.tools.check.probe.hooks_train import (
     parameters_of,
     training_tracker,
 )
-from stepladder.tools.check.probe.patching import default_on_error, wrap
+from stepladder.tools.check.probe.noise import SEEDS_OF_NUMPY, seed_generators
+from stepladder.tools.check.probe.patching import Call, default_on_error, wrap
 from stepladder.tools.check.probe.probe_log import current_log
 
 MAX_ELEMENTS = 64  # of a gradient
@@ -136,11 +135,7 @@ def write_at_end_of_process() -> None:
 
 def seed_alike() -> None:
     """Start the global generators of an unseeded script alike in all runs with frozen weights."""
-    seed = zlib.crc32(f"frozen {max(current_log().rank, 0)}".encode())
-    torch.default_generator.manual_seed(seed)
-    random.seed(seed)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(seed)
+    seed_generators(zlib.crc32(f"frozen {max(current_log().rank, 0)}".encode()))
 
 
 def shuffle_from_first_pass() -> None:
@@ -152,21 +147,24 @@ def shuffle_from_first_pass() -> None:
         if is_begun:
             return
         is_begun = True
-        torch.default_generator.manual_seed(torch.initial_seed() + OTHER_SEED)
-        random.seed(OTHER_SEED)
-        if "numpy" in sys.modules:
-            sys.modules["numpy"].random.seed(OTHER_SEED)
-        wrap(torch, "manual_seed", lambda original, seed: original(int(seed) + OTHER_SEED))
+        seed_generators((torch.initial_seed() + OTHER_SEED) % SEEDS_OF_NUMPY)
+        wrap(torch, "manual_seed", seed_otherwise)
         ReseededGenerators().__enter__()  # type: ignore[no-untyped-call]
 
-    def iterate(original: Any, loader: Any) -> Any:
+    def iterate(call: Call) -> Any:
         begin()
+        loader = call.args[0]
         for owner in (loader, loader.sampler, loader.batch_sampler):
             reseed(owner)
-        return original(loader)
+        return call.run()
 
     wrap(DataLoader, "__iter__", iterate)
     wrap_first_call(lambda _: begin())
+
+
+def seed_otherwise(call: Call) -> Any:
+    """Seed torch with another number than the script's."""
+    return call.with_argument(0, "seed", int(call.argument(0, "seed")) + OTHER_SEED).run()
 
 
 class ReseededGenerators(TorchFunctionMode):

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from stepladder.core.after_import import call_after_import
 from stepladder.tools.check.events import (
     GroupDestroy,
     GroupInit,
@@ -25,16 +24,17 @@ from stepladder.tools.check.events import (
     ScriptCollective,
     SpawnsRanks,
 )
-from stepladder.tools.check.probe.gathered_features import gathered_features
+from stepladder.tools.check.probe.loss_graph import gathered_features
 from stepladder.tools.check.probe.patching import (
-    Arguments,
+    Call,
     Fields,
     NestingDepth,
     default_on_error,
-    get_argument,
     record_calls,
     record_user_calls,
+    recorder,
     wrap,
+    wrap_after_import,
 )
 from stepladder.tools.check.probe.probe_log import current_log, is_made_by_script, record
 from stepladder.tools.probe.events import ProbeEvent
@@ -77,12 +77,13 @@ def attach() -> None:
         wrap([c10d, dist], name, partial(record_collective, name))
     record_calls([c10d, dist], "init_process_group", init_event)
     wrap(c10d, "_update_default_pg", record_group)
-    record_calls([c10d, dist], "destroy_process_group", lambda *_, **__: GroupDestroy())
+    record_calls([c10d, dist], "destroy_process_group", lambda _: GroupDestroy())
     for name in ("get_rank", "get_world_size"):
         wrap([c10d, dist], name, partial(record_question, name))
     for name in STORES:
         record_user_calls(getattr(dist, name), "__init__", partial(other_group_event, name))
-    call_after_import("torch.distributed.rpc", watch_rpc)
+    joins_by_rpc = recorder(partial(other_group_event, "rpc"))
+    wrap_after_import("torch.distributed.rpc", "init_rpc", joins_by_rpc)
     start_owners = [spawn, torch.multiprocessing]
     record_calls(start_owners, "start_processes", wait_for_start_without_torchrun)
     record_calls(spawn, "_wrap", note_spawned_rank)
@@ -91,11 +92,11 @@ def attach() -> None:
     record_calls(Join, "__enter__", lambda _: JoinContext())
 
 
-def note_spawned_rank(_: Any, number: int, *__: Any) -> None:
-    current_log().set_spawned_rank(number)
+def note_spawned_rank(call: Call) -> None:
+    current_log().set_spawned_rank(call.args[1])
 
 
-def record_question(name: str, original: Any, *args: Any, **kwargs: Any) -> Any:
+def record_question(name: str, call: Call) -> Any:
     """Record the first question of the user's code for its rank, or the number of ranks."""
     if (
         name not in asked
@@ -104,18 +105,14 @@ def record_question(name: str, original: Any, *args: Any, **kwargs: Any) -> Any:
     ):
         asked.add(name)
         record(RankRead(name=name))
-    return original(*args, **kwargs)
+    return call.run()
 
 
-def watch_rpc(module: Any) -> None:
-    record_calls(module, "init_rpc", partial(other_group_event, "rpc"))
-
-
-def other_group_event(name: str, *_: Any, **__: Any) -> OtherGroup:
+def other_group_event(name: str, _: Call) -> OtherGroup:
     return OtherGroup(library=name)
 
 
-def wait_for_start_without_torchrun(*_: Any, **__: Any) -> None:
+def wait_for_start_without_torchrun(_: Call) -> None:
     """Wait to be ended if this process was started as torchrun does it.
 
     The script makes its ranks itself, so the checker starts it again, as one process.
@@ -133,16 +130,16 @@ def wait_for_other_start(reason: ProbeEvent) -> None:
     os._exit(1)
 
 
-def init_event(*args: Any, **kwargs: Any) -> GroupInit:
+def init_event(call: Call) -> GroupInit:
     settings = current_log().settings
     if is_made_by_script():
-        wait_for_start_without_torchrun()
+        wait_for_start_without_torchrun(call)
     if not settings.torchrun:
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
         os.environ.setdefault("MASTER_PORT", str(settings.port))
-    elif takes_local_rank(get_argument(args, kwargs, 4, "rank")):
+    elif takes_local_rank(call.argument(4, "rank")):
         wait_for_other_start(NeedsOneNode())
-    backend = str(get_argument(args, kwargs, 0, "backend"))
+    backend = str(call.argument(0, "backend"))
     return GroupInit(backend=backend, direct=current_log().is_called_by_user())
 
 
@@ -152,47 +149,48 @@ def takes_local_rank(rank: Any) -> bool:
     return own is not None and str(rank) != own and str(rank) == os.environ.get("LOCAL_RANK")
 
 
-def record_group(original: Any, group: Any) -> Any:
+def record_group(call: Call) -> Any:
     """Record the default group, also where torch makes it itself, as `init_device_mesh` does."""
-    result = original(group)
-    if isinstance(group, dist.ProcessGroup):
+    result = call.run()
+    if isinstance(call.args[0], dist.ProcessGroup):
         current_log().set_group(dist.get_rank(), dist.get_world_size())
     return result
 
 
-def record_collective(name: str, original: Any, *args: Any, **kwargs: Any) -> Any:
+def record_collective(name: str, call: Call) -> Any:
     if running_collective.depth:
-        return original(*args, **kwargs)
+        return call.run()
     log = current_log()
-    fields = describe_call(name, args, kwargs)
+    fields = describe_call(name, call)
     record(ScriptCollective(op=name, way=log.user_stack(), **fields))
     if name in GATHERS_TENSORS:
-        gathered_features.add(get_argument(args, kwargs, 1, GATHERS_TENSORS[name]), log.user_line())
+        gathered_features.add(call.argument(1, GATHERS_TENSORS[name]), log.user_line())
     with running_collective:
-        result = original(*args, **kwargs)
+        result = call.run()
     log.write(Returned())
     return result
 
 
 @default_on_error(lambda: {"group": "?"})
-def describe_call(name: str, args: Arguments, kwargs: Fields) -> Fields:
+def describe_call(name: str, call: Call) -> Fields:
     """Return the group of a collective, and the shape and the (few) values of its tensor."""
-    group = kwargs.get("group") or first_of_type(args, dist.ProcessGroup)
+    arguments = [*call.args, *call.kwargs.values()]
+    group = first_of_type(arguments, dist.ProcessGroup)
     ranks = "" if group is None else str(dist.get_process_group_ranks(group))
     fields: Fields = {"group": ranks}
     if name in ("all_gather_object", "gather_object"):
         index = 1 if name == "all_gather_object" else 0
-        fields["numbers"] = sample_numbers(get_argument(args, kwargs, index, "obj"))
-    tensor = first_of_type((*args, *kwargs.values()), Tensor)
+        fields["numbers"] = sample_numbers(call.argument(index, "obj"))
+    tensor = first_of_type(arguments, Tensor)
     if tensor is None:
         return fields
     if name in ("all_reduce", "reduce"):
         index = 1 if name == "all_reduce" else 2
-        fields["sums"] = get_argument(args, kwargs, index, "op") in (None, dist.ReduceOp.SUM)
+        fields["sums"] = call.argument(index, "op") in (None, dist.ReduceOp.SUM)
     return fields | describe_tensor(tensor)
 
 
-def first_of_type(values: Arguments, kind: Any) -> Any:
+def first_of_type(values: list[Any], kind: Any) -> Any:
     return next((value for value in values if isinstance(value, kind)), None)
 
 

@@ -11,14 +11,14 @@ import multiprocessing
 import os
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, Sampler
+from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data import dataloader as loaders
 from torch.utils.data.distributed import DistributedSampler
 
@@ -31,19 +31,25 @@ from stepladder.tools.check.events import (
     SharedFile,
 )
 from stepladder.tools.check.probe import digests
-from stepladder.tools.check.probe.hooks_accelerate import AHEAD_ATTRIBUTE
-from stepladder.tools.check.probe.patching import Fields, default_on_error, record_calls, wrap
+from stepladder.tools.check.probe.patching import (
+    Call,
+    Fields,
+    default_on_error,
+    record_calls,
+    wrap,
+    wrap_after_import,
+)
 from stepladder.tools.check.probe.probe_log import current_log
 from stepladder.tools.probe.events import CodeLine
 
 EPOCHS_BY_DEFAULT = 2
 MAX_BACKWARDS_PER_STEP = 16  # before a script without any step is ended as if it had made one
-MAX_ATTRIBUTES_SEARCHED = 50
-MAX_ITEMS_SEARCHED = 20
 FILE_MODULES = ("h5py", "zipfile", "tarfile", "sqlite3", "lmdb")
 FILE_CLASSES = ("ZipFile", "TarFile", "Connection", "Environment")
 # Attributes that the probe gives to objects of torch.
 LINE_ATTRIBUTE = "_stepladder_line"  # of a loader or a sampler: the line that made it
+# Of a loader that is read ahead: what writes the events of later batches.
+AHEAD_ATTRIBUTE = "_stepladder_ahead"
 PASS_ATTRIBUTE = "_stepladder_pass"  # of an iterator: its PassState
 
 
@@ -128,14 +134,16 @@ def attach() -> None:
     record_calls(DistributedSampler, "set_epoch", set_epoch_event)
     wrap(DataLoader, "__init__", remember_line)
     wrap(DistributedSampler, "__init__", remember_line)
+    wrap_after_import("accelerate.data_loader", "DataLoaderShard.__iter__", read_ahead)
 
 
-def remember_line(original: Any, loader: Any, *args: Any, **kwargs: Any) -> Any:
+def remember_line(call: Call) -> Any:
     """Make a loader or a sampler remember the line that made it.
 
     A library that makes a loader anew has its data set from the script's own loader.
     """
-    result = original(loader, *args, **kwargs)
+    result = call.run()
+    loader = call.args[0]
     log = current_log()
     line = log.user_line()
     if isinstance(loader, DataLoader):
@@ -147,8 +155,8 @@ def remember_line(original: Any, loader: Any, *args: Any, **kwargs: Any) -> Any:
     return result
 
 
-def set_epoch_event(sampler: Any, epoch: Any) -> SetEpoch:
-    return SetEpoch(sampler=id(sampler), value=epoch)
+def set_epoch_event(call: Call) -> SetEpoch:
+    return SetEpoch(sampler=id(call.args[0]), value=call.argument(1, "epoch"))
 
 
 def watch_set_epoch(owner: Any) -> None:
@@ -158,7 +166,8 @@ def watch_set_epoch(owner: Any) -> None:
         record_calls(cls, "set_epoch", set_epoch_event)
 
 
-def record_pass(original: Any, loader: Any) -> Any:
+def record_pass(call: Call) -> Any:
+    loader = call.args[0]
     log = current_log()
     line = log.user_line()
     key = f"{line[0]}:{line[1]}" if line else "library"
@@ -171,7 +180,7 @@ def record_pass(original: Any, loader: Any) -> Any:
     context = loader.multiprocessing_context or multiprocessing
     if loader.num_workers > 0 and context.get_start_method() == "fork":
         record_open_files(loader.dataset, getattr(loader, LINE_ATTRIBUTE, line))
-    iterator = original(loader)
+    iterator = call.run()
     ahead = getattr(loader, AHEAD_ATTRIBUTE, None)
     state = replace(pass_state(iterator), number=number, key=key, ahead=ahead)
     vars(iterator)[PASS_ATTRIBUTE] = state
@@ -273,24 +282,25 @@ def base_indices(dataset: Any, indices: Any) -> list[int] | None:
     return result
 
 
-def forget_indices(iterator: Any, *_: Any, **__: Any) -> None:
-    pass_state(iterator).indices.clear()
+def forget_indices(call: Call) -> None:
+    pass_state(call.args[0]).indices.clear()
 
 
-def remember_index(original: Any, iterator: Any) -> Any:
-    index = original(iterator)
-    pass_state(iterator).indices.append(index)
+def remember_index(call: Call) -> Any:
+    index = call.run()
+    pass_state(call.args[0]).indices.append(index)
     return index
 
 
-def record_batch(original: Any, iterator: Any) -> Any:
+def record_batch(call: Call) -> Any:
+    iterator = call.args[0]
     log = current_log()
     state = pass_state(iterator)
     if log.settings.steps and pass_counters.has_made(log.settings.steps):
         state.write(partial(record_pass_end, state, cut=True))
         raise StopIteration
     try:
-        batch = original(iterator)
+        batch = call.run()
     except StopIteration:
         state.write(partial(record_pass_end, state, cut=False))
         raise
@@ -320,28 +330,18 @@ def record_pass_end(state: PassState, cut: bool) -> None:
 
 
 @default_on_error(lambda: None)
-def record_open_files(owner: Any, line: Any, path: str = "dataset", depth: int = 0) -> None:
+def record_open_files(dataset: Any, line: CodeLine | None) -> None:
     """Record the open files of a data set, which the workers will share with this process.
 
     Args:
-        owner: The data set, or an object in it.
+        dataset: The data set.
         line: The line that made the loader.
-        path: The attributes that lead to the object.
-        depth: The number of objects around it.
     """
-    for name, value in list(vars(owner).items())[:MAX_ATTRIBUTES_SEARCHED]:
-        items = {f"{path}.{name}": value}
-        if isinstance(value, list | tuple):
-            first_items = enumerate(value[:MAX_ITEMS_SEARCHED])
-            items = {f"{path}.{name}[{index}]": item for index, item in first_items}
-        for item_path, item in items.items():
-            if is_open_file(item):
-                cls = type(item)
-                shared = SharedFile(path=item_path, type=f"{cls.__module__} {cls.__name__}")
-                current_log().write(shared, line)
-        is_leaf = not hasattr(value, "__dict__") or isinstance(value, torch.Tensor | type | Sampler)
-        if depth < 2 and not is_leaf:
-            record_open_files(value, line, f"{path}.{name}", depth + 1)
+    for path, value in digests.nested_attributes(dataset, "dataset"):
+        if is_open_file(value):
+            cls = type(value)
+            shared = SharedFile(path=path, type=f"{cls.__module__} {cls.__name__}")
+            current_log().write(shared, line)
 
 
 def is_open_file(value: Any) -> bool:
@@ -359,3 +359,24 @@ def has_descriptor(file: Any) -> bool:
         return os.get_inheritable(file.fileno()) is not None
     except (OSError, ValueError):
         return False
+
+
+def read_ahead(call: Call) -> Iterator[Any]:
+    """Record the batches of a loader of Accelerate when the script gets them.
+
+    The loader reads one batch ahead: the script would use the last batch of each pass after the end
+    of that pass.
+    """
+    ahead: deque[Callable[[], None]] = deque()
+    attributes = vars(call.args[0].base_dataloader)
+    attributes[AHEAD_ATTRIBUTE] = ahead
+    try:
+        for batch in call.run():
+            while len(ahead) > 1:
+                write_event = ahead.popleft()
+                write_event()
+            yield batch
+        for write_event in ahead:
+            write_event()
+    finally:
+        attributes.pop(AHEAD_ATTRIBUTE, None)

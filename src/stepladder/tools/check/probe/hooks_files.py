@@ -7,25 +7,30 @@ import logging
 import os
 import sys
 from collections.abc import Iterable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from stepladder.core.after_import import call_after_import
 from stepladder.tools.check.events import FileMove, FileWrite, PathSearch, Print
 from stepladder.tools.check.probe import pause
-from stepladder.tools.check.probe.patching import default_on_error, record_calls, record_user_calls
+from stepladder.tools.check.probe.patching import (
+    Call,
+    default_on_error,
+    record_calls,
+    record_user_calls,
+    recorder,
+    wrap_after_import,
+)
 from stepladder.tools.check.probe.probe_log import current_log
 from stepladder.tools.probe.events import CodeLine
 
 MAX_PRINTED_TEXT = 400
 LOCK_EVENTS = ("fcntl.flock", "fcntl.lockf")
 PRINTED_TYPES = (str, int, float)
-# By the module that defines them: functions, or methods of a class, that store a number for graphs.
+# By the module that defines it: a function, or a method, that stores a number for graphs.
 METRIC_LOGGERS = {
-    "torch.utils.tensorboard.writer": ("SummaryWriter", "add_scalar"),
-    "tensorboardX.writer": ("SummaryWriter", "add_scalar"),
-    "mlflow.tracking.fluent": ("", "log_metric"),
+    "torch.utils.tensorboard.writer": "SummaryWriter.add_scalar",
+    "tensorboardX.writer": "SummaryWriter.add_scalar",
+    "mlflow.tracking.fluent": "log_metric",
 }
 
 
@@ -43,38 +48,34 @@ def attach() -> None:
     record_user_calls(Path, "is_file", search_event)
     record_user_calls(builtins, "print", print_event)
     record_calls(logging.Logger, "handle", message_event)
-    for module, names in METRIC_LOGGERS.items():
-        call_after_import(module, partial(record_metrics, *names))
+    for module, function in METRIC_LOGGERS.items():
+        wrap_after_import(module, function, recorder(metric_event, by_user_only=True))
 
 
-def record_metrics(class_name: str, function: str, module: Any) -> None:
-    owner = getattr(module, class_name, module)
-    record_user_calls(owner, function, metric_event)
-
-
-def search_event(path: Any, *_: Any, **__: Any) -> PathSearch | None:
+def search_event(call: Call) -> PathSearch | None:
     """Return the event of the first look: a rank that polls for a file looks again and again."""
-    search = (path_in_copy(path), current_log().user_line())
+    search = (path_in_copy(call.argument(0, "path")), current_log().user_line())
     if search in searches:
         return None
     searches.add(search)
     return PathSearch(path=search[0])
 
 
-def move_event(source: Any, target: Any, **_: Any) -> FileMove:
+def move_event(call: Call) -> FileMove:
     pause.pause_at("rename")
+    source, target = call.argument(0, "src"), call.argument(1, "dst")
     return FileMove(source=path_in_copy(source), target=path_in_copy(target))
 
 
-def print_event(*values: Any, file: Any = None, **_: Any) -> Print | None:
-    if file is not None:
+def print_event(call: Call) -> Print | None:
+    if call.kwargs.get("file") is not None:
         return None
-    return Print(caller=current_log().user_caller(), text=printed_text(values))
+    return Print(caller=current_log().user_caller(), text=printed_text(call.args))
 
 
 @default_on_error(lambda: None)
-def metric_event(*args: Any, **kwargs: Any) -> Print:
-    values = map(number_or_text, [*args, *kwargs.values()])
+def metric_event(call: Call) -> Print:
+    values = map(number_or_text, [*call.args, *call.kwargs.values()])
     return Print(text=printed_text(values))
 
 
@@ -90,7 +91,8 @@ def printed_text(values: Iterable[Any]) -> str:
     return " ".join(shown)[:MAX_PRINTED_TEXT]
 
 
-def message_event(_: Any, record: logging.LogRecord) -> Print | None:
+def message_event(call: Call) -> Print | None:
+    record: logging.LogRecord = call.args[1]
     if not current_log().is_user_file(record.pathname):
         return None
     return Print(text=record.getMessage()[:MAX_PRINTED_TEXT])

@@ -8,6 +8,7 @@ from __future__ import annotations
 import _collections_abc
 import os
 import sys
+from functools import partial
 from itertools import islice
 from types import FrameType
 
@@ -20,7 +21,7 @@ from stepladder.tools.check.events import (
     RankRead,
 )
 from stepladder.tools.check.probe import patching
-from stepladder.tools.check.probe.patching import record_calls, wrap
+from stepladder.tools.check.probe.patching import Call, recorder, wrap, wrap_after_import
 from stepladder.tools.check.probe.probe_log import CHECK_FOLDER, current_log
 
 TYPE_CHECKING = False
@@ -83,12 +84,15 @@ local_rank_options: set[str] = set()  # which the script has added to a parser
 
 def attach() -> None:
     watch_environment(type(os.environ))
-    call_after_import("argparse", watch_parsers)
+    # A script gets its local rank as torch.distributed.launch passes it, which came before
+    # LOCAL_RANK, if its parser has an option for it, and it has not read the variable.
+    wrap_after_import("argparse", "_ActionsContainer.add_argument", remember_option)
+    wrap_after_import("argparse", "ArgumentParser.parse_known_args", parse_with_local_rank)
     call_after_import("mpi4py.MPI", record_other_library)  # its import joins the other ranks
-    for name in OTHER_LIBRARIES:
-        call_after_import(name, watch_other_library)
+    for name, function in OTHER_LIBRARIES.items():
+        wrap_after_import(name, function, recorder(partial(other_library_event, name)))
     for name in FABRICS:
-        call_after_import(name, watch_fabric)
+        wrap_after_import(name, "Fabric.__init__", init_with_variables)
 
 
 def watch_environment(environment: Any) -> None:
@@ -96,15 +100,16 @@ def watch_environment(environment: Any) -> None:
     wrap(environment, "__iter__", read_names)
 
 
-def read_variable(original: Any, variables: Any, name: Any) -> Any:
+def read_variable(call: Call) -> Any:
+    name = call.args[1]
     if name in VARIABLES_OF_RANKS:
         environment_reads.record(name, reading_frame())
-    return original(variables, name)
+    return call.run()
 
 
-def read_names(original: Any, variables: Any) -> Any:
+def read_names(call: Call) -> Any:
     environment_reads.begin_copy(reading_frame())
-    return original(variables)
+    return call.run()
 
 
 def reading_frame() -> FrameType:
@@ -147,40 +152,27 @@ def is_import(frame: FrameType | None) -> bool:
     return False
 
 
+def other_library_event(name: str, _: Call) -> OtherGroup:
+    """Return the event of a library that exchanges gradients itself."""
+    return OtherGroup(library=name, averages=True)
+
+
 def record_other_library(module: Any) -> None:
     current_log().write_with_line(OtherGroup(library=module.__name__))
 
 
-def watch_other_library(module: Any) -> None:
-    """Record the use of a library that exchanges gradients itself."""
-    *owners, name = OTHER_LIBRARIES[module.__name__].split(".")
-    owner = getattr(module, owners[0]) if owners else module
-    event = OtherGroup(library=module.__name__, averages=True)
-    record_calls(owner, name, lambda *_, **__: event)
-
-
-def watch_parsers(module: Any) -> None:
-    """Pass the local rank as torch.distributed.launch does, which came before LOCAL_RANK.
-
-    A script gets it whose parser has an option for it, and that has not read the variable.
-    """
-    wrap(module._ActionsContainer, "add_argument", remember_option)
-    wrap(module.ArgumentParser, "parse_known_args", parse_with_local_rank)
-
-
-def remember_option(original: Any, parser: Any, *options: Any, **settings: Any) -> Any:
+def remember_option(call: Call) -> Any:
     if current_log().is_called_by_user():
-        local_rank_options.update(set(LOCAL_RANK_OPTIONS).intersection(options))
-    return original(parser, *options, **settings)
+        local_rank_options.update(set(LOCAL_RANK_OPTIONS).intersection(call.args[1:]))
+    return call.run()
 
 
-def parse_with_local_rank(
-    original: Any, parser: Any, args: Any = None, namespace: Any = None
-) -> Any:
+def parse_with_local_rank(call: Call) -> Any:
+    args = call.argument(1, "args")
     if args is None or list(args) == sys.argv[1:]:
-        pass_local_rank(set(parser._option_string_actions))
-        args = sys.argv[1:]
-    return original(parser, args, namespace)
+        pass_local_rank(set(call.args[0]._option_string_actions))
+        call = call.with_argument(1, "args", sys.argv[1:])
+    return call.run()
 
 
 def pass_local_rank(options_of_parser: set[str]) -> None:
@@ -193,17 +185,13 @@ def pass_local_rank(options_of_parser: set[str]) -> None:
     sys.argv.insert(1, f"{options[0]}={os.environ['LOCAL_RANK']}")
 
 
-def watch_fabric(module: Any) -> None:
-    wrap(module.Fabric, "__init__", init_with_variables)
-
-
-def init_with_variables(original: Any, fabric: Any, *args: Any, **kwargs: Any) -> None:
+def init_with_variables(call: Call) -> None:
     """Set the variables of `fabric run` for a Fabric that leaves the number of devices to it."""
     is_rank = current_log().settings.torchrun
-    if is_rank and not args and kwargs.keys().isdisjoint(CHOSEN_IN_FABRIC):
+    if is_rank and len(call.args) == 1 and call.kwargs.keys().isdisjoint(CHOSEN_IN_FABRIC):
         current_log().write_with_line(FabricStart())
         os.environ.update(fabric_variables())
-    original(fabric, *args, **kwargs)
+    call.run()
 
 
 def fabric_variables() -> dict[str, str]:

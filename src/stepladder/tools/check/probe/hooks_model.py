@@ -1,8 +1,9 @@
-"""Hooks that record forward passes of complete models, their wrappers, and what they load."""
+"""Hooks that record calls of complete models, their wrappers and moves, and what they load."""
 
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,38 +11,44 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from stepladder.core.after_import import call_after_import
 from stepladder.tools.check.events import (
     Digests,
     EvalMode,
     Forward,
     ModelDivided,
+    ModelMoved,
     Sharding,
     StateDictLoad,
     WrapperBuilt,
     ZeroGrad,
 )
 from stepladder.tools.check.probe import digests, pause
-from stepladder.tools.check.probe.hooks_wrapper import gpu_of, wrapped_models
 from stepladder.tools.check.probe.layer_outputs import layer_outputs
 from stepladder.tools.check.probe.patching import (
-    Arguments,
+    Call,
     Fields,
     NestingDepth,
     default_on_error,
-    get_argument,
     record_calls,
     record_user_calls,
+    recorder,
     wrap,
+    wrap_after_import,
 )
 from stepladder.tools.check.probe.probe_log import record
 
 FSDP = "torch.distributed.fsdp"
+# What divides a model among the ranks: a module, and a function of it.
+DIVISIONS = {
+    "torch.distributed.tensor.parallel": "parallelize_module",
+    "torch.distributed.pipelining": "PipelineStage.__init__",
+}
 WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel")
 SHARDING_CLASSES = ("FSDPModule",)
 CALLS_RECORDED_FULLY = 40  # of models with a gradient; later ones only now and then
 CALLS_PER_FULL_RECORD = 16
 MAX_RECORDED_ROWS = 64
+MOVING_METHODS = ("to", "cuda", "cpu", "half", "float", "double", "bfloat16", "type")
 
 
 class CalledModels(NestingDepth):
@@ -93,32 +100,29 @@ class CalledModels(NestingDepth):
 
 
 called_models = CalledModels()
+wrapped_parameters: set[int] = set()  # ids of those of wrapped models
+# The devices that the script asks for, by the id of a parameter. Simulated GPUs are the CPU: only
+# the script's own calls say where a parameter should be.
+requested_devices: dict[int, str] = {}
 running_sharding = NestingDepth()
 
 
 def attach() -> None:
     wrap_module_calls("__call__")
     wrap(DistributedDataParallel, "__init__", record_wrapper)
-    call_after_import(f"{FSDP}.fully_sharded_data_parallel", watch_wrapper)
-    call_after_import(f"{FSDP}._fully_shard._fully_shard", watch_fully_shard)
+    record_wrapped_shards = functools.partial(record_sharding, 1)
+    constructor = "FullyShardedDataParallel.__init__"
+    wrap_after_import(f"{FSDP}.fully_sharded_data_parallel", constructor, record_wrapped_shards)
+    record_shards = functools.partial(record_sharding, 0)
+    wrap_after_import(f"{FSDP}._fully_shard._fully_shard", "fully_shard", record_shards)
+    for module, function in DIVISIONS.items():
+        wrap_after_import(module, function, recorder(lambda _: ModelDivided()))
     wrap(nn.Module, "to_empty", fill_empty)
+    for name in MOVING_METHODS:
+        wrap(nn.Module, name, functools.partial(record_move, name))
     record_calls(nn.Module, "load_state_dict", load_event)
-    call_after_import("torch.distributed.tensor.parallel", watch_tensor_parallel)
-    call_after_import("torch.distributed.pipelining", watch_pipelining)
     record_user_calls(nn.Module, "eval", lambda _: EvalMode())
-    record_user_calls(nn.Module, "zero_grad", lambda *_, **__: ZeroGrad(optimizer=-1))
-
-
-def division_event(*_: Any, **__: Any) -> ModelDivided:
-    return ModelDivided()
-
-
-def watch_tensor_parallel(module: Any) -> None:
-    record_calls(module, "parallelize_module", division_event)
-
-
-def watch_pipelining(module: Any) -> None:
-    record_calls(module.PipelineStage, "__init__", division_event)
+    record_user_calls(nn.Module, "zero_grad", lambda _: ZeroGrad(optimizer=-1))
 
 
 def wrap_module_calls(name: str) -> None:
@@ -242,12 +246,14 @@ def count_layers_with_modes(module: Any) -> Fields:
     }
 
 
-def record_wrapper(original: Any, wrapper: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
+def record_wrapper(call: Call) -> Any:
+    wrapper = call.args[0]
+    module = call.argument(1, "module")
     inner = (type(part).__name__ for part in module.modules() if kind_of_wrapper(part))
     nested = next(inner, "")
-    result = original(wrapper, module, *args, **kwargs)
+    result = call.run()
     called_models.register(wrapper)
-    wrapped_models.add_wrapped(wrapper)
+    wrapped_parameters.update(map(id, wrapper.parameters()))
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     record(
         WrapperBuilt(
@@ -260,39 +266,28 @@ def record_wrapper(original: Any, wrapper: Any, module: Any, *args: Any, **kwarg
     return result
 
 
-def watch_wrapper(fsdp: Any) -> None:
-    wrap(fsdp.FullyShardedDataParallel, "__init__", functools.partial(record_sharding, 1))
-
-
-def watch_fully_shard(fsdp: Any) -> None:
-    wrap(fsdp, "fully_shard", functools.partial(record_sharding, 0))
-
-
-def record_sharding(index: int, original: Any, *args: Any, **kwargs: Any) -> Any:
+def record_sharding(index: int, call: Call) -> Any:
     """Record the weights of a model before it is cut into shards, which cuts its parts as well.
 
     Args:
         index: The position of the model among the arguments.
-        original: The function that cuts it.
+        call: The call of the function that cuts it.
     """
     if not running_sharding.depth:
-        sharding = Sharding(
-            weights=unsharded_weights(index, args, kwargs),
-            strategy=strategy_of(index, args, kwargs),
-        )
-        record(sharding)
+        weights = unsharded_weights(index, call)
+        record(Sharding(weights=weights, strategy=strategy_of(index, call)))
     with running_sharding:
-        return original(*args, **kwargs)
+        return call.run()
 
 
 @default_on_error(dict)
-def unsharded_weights(index: int, args: Arguments, kwargs: Fields) -> Digests:
+def unsharded_weights(index: int, call: Call) -> Digests:
     """Return the hashes of weights of which each rank keeps its own, and no broadcast follows."""
-    module = get_argument(args, kwargs, index, "module")
-    group = get_argument(args, kwargs, index + 1, "process_group")
-    group = group or kwargs.get("mesh") or kwargs.get("device_mesh")
+    module = call.argument(index, "module")
+    group = call.argument(index + 1, "process_group")
+    group = group or call.kwargs.get("mesh") or call.kwargs.get("device_mesh")
     is_of_all = group is None or group.size() == torch.distributed.get_world_size()
-    if kwargs.get("sync_module_states") or not is_of_all:
+    if call.kwargs.get("sync_module_states") or not is_of_all:
         return {}
     parts = [part for part in module.modules() if kind_of_wrapper(part)]
     sharded = {id(parameter) for part in parts for parameter in part.parameters()}
@@ -301,19 +296,19 @@ def unsharded_weights(index: int, args: Arguments, kwargs: Fields) -> Digests:
 
 
 @default_on_error(str)
-def strategy_of(index: int, args: Arguments, kwargs: Fields) -> str:
+def strategy_of(index: int, call: Call) -> str:
     """Return the name of a sharding strategy; empty where the default one is used."""
-    mesh = kwargs.get("mesh")
+    mesh = call.kwargs.get("mesh")
     if mesh is not None and mesh.ndim > 1:
         return "HYBRID_SHARD"
-    strategy = get_argument(args, kwargs, index + 2, "sharding_strategy")
+    strategy = call.argument(index + 2, "sharding_strategy")
     return strategy.name if strategy else ""
 
 
-def fill_empty(original: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
+def fill_empty(call: Call) -> Any:
     """Write nan where `to_empty` leaves what was in memory, so that no run hides it by chance."""
-    result = original(module, *args, **kwargs)
-    fill_with_nan(module, kwargs.get("recurse", True))
+    result = call.run()
+    fill_with_nan(call.args[0], call.kwargs.get("recurse", True))
     return result
 
 
@@ -324,16 +319,62 @@ def fill_with_nan(module: Any, recurse: bool) -> None:
             tensor.detach().fill_(torch.nan)
 
 
-def load_event(
-    module: Any, state_dict: Any, strict: Any = True, *_: Any, **__: Any
-) -> StateDictLoad | None:
+def load_event(call: Call) -> StateDictLoad | None:
     if called_models.depth:
         return None
-    model_keys = set(module.state_dict())
-    file_keys = set(state_dict)
+    strict = call.argument(2, "strict", True)
+    model_keys = set(call.args[0].state_dict())
+    file_keys = set(call.argument(1, "state_dict"))
     more = 0  # keys of the model with the prefix removed from the file's keys
     fewer = 0  # keys of the model with the prefix added to the file's keys
     if not model_keys & file_keys:
         more = len(model_keys & {key.removeprefix("module.") for key in file_keys})
         fewer = len(model_keys & {f"module.{key}" for key in file_keys})
     return StateDictLoad(strict=strict, own=len(model_keys), more=more, fewer=fewer)
+
+
+def device_of(parameter: Any) -> str:
+    return requested_devices.get(id(parameter), str(parameter.device.type))
+
+
+def gpu_of(parameters: list[Any]) -> str:
+    """Return the GPU on which a model is; empty where it is on none."""
+    device = device_of(parameters[0]) if parameters else ""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return f"{device} {visible}".strip() if device.startswith("cuda") else ""
+
+
+def record_move(name: str, call: Call) -> Any:
+    module = call.args[0]
+    before = describe_place(module)
+    result = call.run()
+    device = requested_device(name, (*call.args[1:], *call.kwargs.values()))
+    if device:
+        requested_devices.update((id(parameter), device) for parameter in module.parameters())
+    after = describe_place(module)
+    if before and after and before != after:
+        record(ModelMoved(before=before, after=after))
+    return result
+
+
+@default_on_error(str)
+def describe_place(module: Any) -> str:
+    """Return the device and the type of a wrapped model; an empty text of any other."""
+    parameter = next(module.parameters(), None)
+    if parameter is None or id(parameter) not in wrapped_parameters:
+        return ""
+    dtype = str(parameter.dtype).removeprefix("torch.")
+    device = device_of(parameter).partition(":")[0]
+    return f"{device} in {dtype}"
+
+
+@default_on_error(str)
+def requested_device(name: str, arguments: tuple[Any, ...]) -> str:
+    """Return the device that a call asks for; an empty text where it asks for none."""
+    device = name if name in ("cuda", "cpu") else ""
+    for argument in arguments if name in ("to", "cuda") else ():
+        if isinstance(argument, str | torch.device):
+            device = str(argument)
+        elif isinstance(argument, int) and not isinstance(argument, bool):
+            device = f"cuda:{argument}"
+    return f"cuda:{torch.cuda.current_device()}" if device == "cuda" else device

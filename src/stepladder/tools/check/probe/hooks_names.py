@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch.optim import optimizer as optimizers
 
 from stepladder.tools.check.events import NamesInUse, NamesWhereBuilt
 from stepladder.tools.check.probe import hooks_data, hooks_model, hooks_train
-from stepladder.tools.check.probe.patching import wrap
+from stepladder.tools.check.probe.patching import Call, wrap
 from stepladder.tools.check.probe.probe_log import current_log
 
 MAX_FRAMES = 8
@@ -21,21 +22,22 @@ recorded: set[tuple[int, str, int]] = set()  # the id of an object, the file and
 
 def attach() -> None:
     """Attach before the hooks whose functions are wrapped here."""
-    wrap(hooks_data, "record_pass", recorder("loader", 1))
-    wrap(hooks_model, "record_forward", recorder("model", 0))
-    wrap(hooks_train, "record_schedule_step", recorder("schedule", 1))
+    wrap(hooks_data, "record_pass", partial(record_owner, "loader"))
+    wrap(hooks_model, "record_forward", record_model)
+    wrap(hooks_train, "record_schedule_step", partial(record_owner, "schedule"))
     wrap(optim.Optimizer, "__init__", record_models_beside)
     optimizers.register_optimizer_step_pre_hook(lambda item, *_: record_names("optimizer", item))
 
 
-def recorder(what: str, position: int) -> Callable[..., Any]:
-    """Return a wrapper that records the names of an argument, at this position."""
+def record_owner(what: str, hook: Call) -> Any:
+    """Record the names of the object whose method a hook was called with."""
+    record_names(what, hook.args[0].args[0])
+    return hook.run()
 
-    def record_and_call(original: Any, *args: Any, **kwargs: Any) -> Any:
-        record_names(what, args[position])
-        return original(*args, **kwargs)
 
-    return record_and_call
+def record_model(hook: Call) -> Any:
+    record_names("model", hook.args[0])
+    return hook.run()
 
 
 def record_names(what: str, value: object) -> None:
@@ -50,14 +52,14 @@ def record_names(what: str, value: object) -> None:
     current_log().write(NamesInUse(what=what, object=id(value), uses=uses), line)
 
 
-def record_models_beside(original: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+def record_models_beside(call: Call) -> Any:
     """Record the names of the models in the function that makes an optimizer."""
     frame = next(user_frames(), None)
     if frame is not None:
         models = [(name, id(value)) for name, value in named(frame) if isinstance(value, nn.Module)]
         line = current_log().line_of(frame)
         current_log().write(NamesWhereBuilt(models=models), line)
-    return original(optimizer, *args, **kwargs)
+    return call.run()
 
 
 def user_frames() -> Iterator[FrameType]:

@@ -18,6 +18,7 @@ from stepladder.tools.check.events import Digests, Draw, Fetch, Seeding
 from stepladder.tools.check.probe import digests
 from stepladder.tools.check.probe.hooks_data import base_of
 from stepladder.tools.check.probe.patching import (
+    Call,
     NestingDepth,
     record_calls,
     record_user_calls,
@@ -50,7 +51,7 @@ running_fetch = NestingDepth()
 
 def attach() -> None:
     start_generator()
-    record_calls([torch.random, torch], "manual_seed", lambda *_: Seeding())
+    record_calls([torch.random, torch], "manual_seed", lambda _: Seeding())
     wrap(fetch._MapDatasetFetcher, "fetch", record_fetch)
     for name in DRAWING_FUNCTIONS:
         record_user_calls(torch, name, partial(draw_event, name))
@@ -72,23 +73,25 @@ def start_generator() -> None:
     torch.default_generator.manual_seed(seed)
 
 
-def draw_event(name: str, *_: Any, generator: Any = None, **__: Any) -> Draw | None:
+def draw_event(name: str, call: Call) -> Draw | None:
     line = current_log().user_line()
     draw_counts[line] += 1
     if draw_counts[line] > MAX_DRAWS_PER_LINE:
         return None
-    state = digests.generator_state(generator or torch.default_generator)
+    generator = call.kwargs.get("generator") or torch.default_generator
+    state = digests.generator_state(generator)
     return Draw(fn=name, state=state, for_sample=running_fetch.depth > 0)
 
 
-def record_fetch(original: Any, fetcher: Any, indices: Any) -> Any:
+def record_fetch(call: Call) -> Any:
     """Record the generators whose states change while samples are fetched."""
+    fetcher, indices = call.args
     fetch_counts[id(fetcher)] += 1
     if fetch_counts[id(fetcher)] > MAX_FETCHES:
-        return original(fetcher, indices)
+        return call.run()
     before = generator_states(fetcher.dataset)
     with running_fetch:
-        batch = original(fetcher, indices)
+        batch = call.run()
     after = generator_states(fetcher.dataset)
     info = get_worker_info()
     index_list = list(indices) if isinstance(indices, list | tuple) else [indices]

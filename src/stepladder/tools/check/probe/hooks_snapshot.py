@@ -18,9 +18,9 @@ from stepladder.tools.check.probe import digests, pause
 from stepladder.tools.check.probe.hooks_files import absolute_path, path_in_copy
 from stepladder.tools.check.probe.hooks_model import called_models
 from stepladder.tools.check.probe.patching import (
+    Call,
     Fields,
     default_on_error,
-    record_calls,
     record_user_calls,
     wrap,
 )
@@ -40,7 +40,6 @@ def attach() -> None:
     wrap([torch.serialization, torch], "save", record_save)
     wrap([torch.serialization, torch], "load", record_load)
     record_user_calls(pickle, "dump", pickle_event)
-    record_calls(torch.jit, "save", guard_jit_save)
 
 
 def redirect_to_copy(file: Any) -> tuple[str, Any]:
@@ -58,38 +57,35 @@ def redirect_to_copy(file: Any) -> tuple[str, Any]:
     return path, file
 
 
-def record_save(original: Any, value: Any, file: Any, *args: Any, **kwargs: Any) -> Any:
-    path, file = redirect_to_copy(file)
+def record_save(call: Call) -> None:
+    path, file = redirect_to_copy(call.argument(1, "f"))
+    call = call.with_argument(1, "f", file)
     if not path:  # collectives of objects save into memory
-        return original(value, file, *args, **kwargs)
+        call.run()
+        return
     guard_path(path)  # torch writes it in C++, which no audit hook sees
     log = current_log()
     existed = os.path.exists.__wrapped__(path)  # type: ignore[attr-defined]
-    log.write_with_line(Save(path=path, existed=existed, **parts_of(value)))
+    log.write_with_line(Save(path=path, existed=existed, **parts_of(call.argument(0, "obj"))))
     snapshot_files.watch_folder_of(path)
-    original(value, file, *args, **kwargs)
+    call.run()
     pause.pause_within_save(path)
 
 
-def guard_jit_save(_: Any, f: Any, *__: Any, **___: Any) -> None:
-    if isinstance(f, str | os.PathLike):
-        guard_path(f)
-
-
-def pickle_event(obj: Any, file: Any, *_: Any, **__: Any) -> Save | None:
-    parts = parts_of(obj)
+def pickle_event(call: Call) -> Save | None:
+    parts = parts_of(call.argument(0, "obj"))
     if not parts["model"]:
         return None
-    path = path_in_copy(getattr(file, "name", ""))
+    path = path_in_copy(getattr(call.argument(1, "file"), "name", ""))
     return Save(path=path, existed=True, opened=True, **parts)
 
 
-def record_load(original: Any, file: Any, *args: Any, **kwargs: Any) -> Any:
-    path, file = redirect_to_copy(file)
+def record_load(call: Call) -> Any:
+    path, file = redirect_to_copy(call.argument(0, "f"))
     if path:
-        weights_only = str(kwargs.get("weights_only", "default"))
+        weights_only = str(call.kwargs.get("weights_only", "default"))
         record(Load(path=path, weights_only=weights_only))
-    value = original(file, *args, **kwargs)
+    value = call.with_argument(0, "f", file).run()
     pause.pause_at("load")
     return value
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from stepladder.tools.check.events import Statistic
-from stepladder.tools.check.probe.patching import Fields, default_on_error, wrap
+from stepladder.tools.check.probe.patching import Call, Fields, default_on_error, wrap
 from stepladder.tools.check.probe.probe_log import current_log, record
 
 MAX_STATISTICS = 5000
@@ -28,22 +29,16 @@ MEAN_LOSSES = (
 )
 
 
-class Statistics:
-    """Records scalars, until there are many."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    @default_on_error(lambda: None)
-    def record(self, result: Any, is_mean: bool, count: int = 0) -> None:
-        """Record a result with one number; None, more numbers and those of a graph are left out."""
-        is_number = isinstance(result, Tensor) and result.numel() == 1 and not result.is_meta
-        if is_number and self.count < MAX_STATISTICS and not torch.compiler.is_compiling():
-            self.count += 1
-            record(Statistic(value=float(result.detach()), is_mean=is_mean, count=count))
+counts: Counter[str] = Counter()  # of what is recorded
 
 
-statistics = Statistics()
+@default_on_error(lambda: None)
+def record_statistic(result: Any, is_mean: bool, count: int = 0) -> None:
+    """Record a result with one number, until there are many; others have more numbers, or none."""
+    is_number = isinstance(result, Tensor) and result.numel() == 1 and not result.is_meta
+    if is_number and counts["statistics"] < MAX_STATISTICS and not torch.compiler.is_compiling():
+        counts["statistics"] += 1
+        record(Statistic(value=float(result.detach()), is_mean=is_mean, count=count))
 
 
 def attach() -> None:
@@ -54,9 +49,9 @@ def attach() -> None:
         wrap(owner, "sum", partial(record_reduction, False))
 
 
-def record_loss(original: Any, *args: Any, **kwargs: Any) -> Any:
-    result = original(*args, **kwargs)
-    statistics.record(result, is_mean_over_batch(kwargs))
+def record_loss(call: Call) -> Any:
+    result = call.run()
+    record_statistic(result, is_mean_over_batch(call.kwargs))
     return result
 
 
@@ -66,10 +61,10 @@ def is_mean_over_batch(options: Fields) -> bool:
     return options.get("reduction", "mean") == "mean" and not is_sum
 
 
-def record_reduction(is_mean: bool, original: Any, *args: Any, **kwargs: Any) -> Any:
+def record_reduction(is_mean: bool, call: Call) -> Any:
     """Record the result of a mean or a sum that the script asks for, and not the probe."""
-    result = original(*args, **kwargs)
+    result = call.run()
     caller = sys._getframe(2)  # around the wrapper
     if current_log().is_user_file(caller.f_code.co_filename):
-        statistics.record(result, is_mean, args[0].numel())
+        record_statistic(result, is_mean, call.args[0].numel())
     return result

@@ -36,12 +36,17 @@ from stepladder.tools.check.events import (
     ZeroGrad,
 )
 from stepladder.tools.check.probe import digests, pause
-from stepladder.tools.check.probe.gathered_features import gathered_features
 from stepladder.tools.check.probe.hooks_data import CheckIsDone, pass_counters
 from stepladder.tools.check.probe.hooks_model import called_models, name_of
 from stepladder.tools.check.probe.layer_outputs import is_not_finite, layer_outputs, name_of_value
-from stepladder.tools.check.probe.loss_graph import activation_of, scale_of, target_weight_of
+from stepladder.tools.check.probe.loss_graph import (
+    activation_of,
+    gathered_features,
+    scale_of,
+    target_weight_of,
+)
 from stepladder.tools.check.probe.patching import (
+    Call,
     Fields,
     NestingDepth,
     default_on_error,
@@ -158,10 +163,11 @@ def named_parameters_of(optimizer: Any) -> Fields:
     return {name_of(p) or f"#{index}": p for index, p in enumerate(parameters)}
 
 
-def record_clipping(original: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:
+def record_clipping(call: Call) -> Any:
+    parameters = call.argument(0, "parameters")
     is_one = isinstance(parameters, Tensor)
     parameters = [parameters] if is_one else list(parameters)  # an iterator can be read once
-    norm = original(parameters, *args, **kwargs)
+    norm = call.with_argument(0, "parameters", parameters).run()
     is_number = type(norm) is Tensor
     pointers = digests.gradient_pointers(parameters)
     record(Clipping(ptrs=pointers, norm=float(norm) if is_number else None))
@@ -174,9 +180,10 @@ class LeafSums:
     def __init__(self) -> None:
         self.by_optimizer: dict[int, list[float]] = {}
 
-    def build(self, original: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+    def build(self, call: Call) -> None:
         """Make an optimizer, and add up what backward passes give its first parameters."""
-        original(optimizer, *args, **kwargs)
+        call.run()
+        optimizer = call.args[0]
         parameters = parameters_of(optimizer)[: digests.MAX_GRADIENT_SUMS]
         sums = self.by_optimizer[training_tracker.number_of(optimizer)] = [0.0] * len(parameters)
 
@@ -198,15 +205,16 @@ class LeafSums:
 leaf_sums = LeafSums()
 
 
-def optimizer_event(optimizer: Any, *_: Any, **__: Any) -> OptimizerBuilt:
-    return OptimizerBuilt(cls=type(optimizer).__name__)
+def optimizer_event(call: Call) -> OptimizerBuilt:
+    return OptimizerBuilt(cls=type(call.args[0]).__name__)
 
 
-def zero_grad_event(optimizer: Any, *_: Any, **__: Any) -> ZeroGrad:
-    return ZeroGrad(optimizer=training_tracker.number_of(optimizer))
+def zero_grad_event(call: Call) -> ZeroGrad:
+    return ZeroGrad(optimizer=training_tracker.number_of(call.args[0]))
 
 
-def record_backward(original: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
+def record_backward(call: Call) -> Any:
+    tensors = call.argument(0, "tensors")
     loss = tensors[0] if isinstance(tensors, list | tuple) else tensors
     training_tracker.begin_backward()
     wait_if_halted()
@@ -229,7 +237,7 @@ def record_backward(original: Any, tensors: Any, *args: Any, **kwargs: Any) -> A
     if value:
         record_not_finite("the loss", value, layer_outputs.find_origin(value))
     layer_outputs.forget()
-    result = original(tensors, *args, **kwargs)
+    result = call.run()
     current_log().write(Returned())
     sums = digests.gradient_sums(training_tracker.parameters_of_first_steps())
     if sums:
@@ -266,7 +274,7 @@ def wait_if_halted() -> None:
             time.sleep(1)
 
 
-def autograd_grad_event(*_: Any, **__: Any) -> AutogradCall | None:
+def autograd_grad_event(_: Call) -> AutogradCall | None:
     """Return that a script takes gradients as values, and makes steps without an optimizer.
 
     It may use torch.autograd.grad or torch.func.
@@ -364,7 +372,7 @@ def buffer_digests() -> Digests:
     return {name: digests.digest(buffer) for name, buffer in named}
 
 
-@default_on_error(lambda: {"unheld": [], "strangers": 0, "held": 0})
+@default_on_error(lambda: {"unheld": [], "strangers": 0})
 def compare_with_models(parameters: list[Any]) -> Fields:
     """Compare the parameters of an optimizer with those of the models that were called.
 
@@ -378,7 +386,7 @@ def compare_with_models(parameters: list[Any]) -> Fields:
     with_gradient = [p for p in of_models if p.requires_grad and p.grad is not None]
     unheld = {name_of(p) for p in with_gradient if id(p) not in held_ids}
     strangers = [p for p in parameters if id(p) not in ids_of_models and p.grad is None]
-    return {"unheld": sorted(unheld), "strangers": len(strangers), "held": len(parameters)}
+    return {"unheld": sorted(unheld), "strangers": len(strangers)}
 
 
 def state_digest(state: Any) -> str:
@@ -386,12 +394,13 @@ def state_digest(state: Any) -> str:
     return "".join(digests.digest(tensor)[:6] or NOT_HASHED for tensor in tensors)
 
 
-def ignore_initial_step(original: Any, *args: Any, **kwargs: Any) -> Any:
+def ignore_initial_step(call: Call) -> Any:
     with running_schedule:
-        return original(*args, **kwargs)
+        return call.run()
 
 
-def record_schedule_step(original: Any, schedule: Any, *args: Any, **kwargs: Any) -> Any:
+def record_schedule_step(call: Call) -> Any:
+    schedule = call.args[0]
     if running_schedule.depth == 0:
         log = current_log()
         log.write_with_line(
@@ -403,7 +412,7 @@ def record_schedule_step(original: Any, schedule: Any, *args: Any, **kwargs: Any
             )
         )
     with running_schedule:
-        return original(schedule, *args, **kwargs)
+        return call.run()
 
 
 def horizon_of(schedule: Any) -> int | None:

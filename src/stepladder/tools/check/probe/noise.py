@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data._utils import fetch
 
-from stepladder.tools.check.probe.patching import NestingDepth, get_argument, wrap
+from stepladder.tools.check.probe.patching import Call, NestingDepth, wrap
 
 DROPOUTS = (
     "dropout",
@@ -30,115 +30,77 @@ DROPOUTS = (
 RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 SEEDS_OF_NUMPY = 1 << 32
 
-CountCall = Callable[[str], None]
+RunLayer = Callable[[str, Call, Call], Any]
 
 
-def ignore_call(_: str) -> None:
-    """Count no call."""
-
-
-def attach(count_call: CountCall = ignore_call, is_neutral: bool = True) -> None:
-    """Wrap the functions whose results differ by rank.
+class NoisyLayers:
+    """Wrappers of the functions whose results differ by rank.
 
     Args:
-        count_call: Called with "dropout" or "norm" at each call of such a layer.
-        is_neutral: Whether they have no effect.
+        run: Called with "dropout" or "norm", a call of such a layer, and the call without the
+            layer's effect. It runs one of them.
     """
-    if is_neutral:
-        wrap(fetch._MapDatasetFetcher, "fetch", fetch_with_own_seeds)
-    around_dropout = make_dropout_wrapper(count_call, is_neutral)
+
+    def __init__(self, run: RunLayer) -> None:
+        self.run = run
+
+    def run_dropout(self, call: Call) -> Any:
+        if not call.argument(2, "training", True) or call.argument(1, "p") == 0:
+            return call.run()
+        return self.run("dropout", call, call.with_argument(2, "training", False))
+
+    def run_attention(self, call: Call) -> Any:
+        if not call.argument(4, "dropout_p"):
+            return call.run()
+        return self.run("dropout", call, call.with_argument(4, "dropout_p", 0.0))
+
+    def run_recurrent(self, call: Call) -> Any:
+        """Run a recurrent layer, of whose arguments dropout is the only float."""
+        index = next((n for n, value in enumerate(call.args) if isinstance(value, float)), -1)
+        if index < 0 or not call.args[index] or not call.args[index + 1]:
+            return call.run()
+        return self.run("dropout", call, call.with_argument(index, "dropout", 0.0))
+
+    def run_batch_norm(self, call: Call) -> Any:
+        if running_synchronized.depth or not call.argument(5, "training"):
+            return call.run()
+        has_statistics = call.argument(1, "running_mean") is not None
+        neutral = call.with_argument(5, "training", False) if has_statistics else call
+        return self.run("norm", call, neutral)
+
+
+def attach() -> None:
+    """Let layers and samples have no effect that differs by rank."""
+    wrap(fetch._MapDatasetFetcher, "fetch", fetch_with_own_seeds)
+    wrap_layers(lambda _, __, neutral: neutral.run())
+
+
+def wrap_layers(run: RunLayer) -> None:
+    """Wrap the functions whose results differ by rank, as NoisyLayers says."""
+    layers = NoisyLayers(run)
     for name in DROPOUTS:
-        wrap(functional, name, around_dropout)
-    around_recurrent = make_recurrent_wrapper(count_call, is_neutral)
+        wrap(functional, name, layers.run_dropout)
     for name in RECURRENT:
-        wrap(torch._VF, name, around_recurrent)
-    around_attention = make_attention_wrapper(count_call, is_neutral)
-    around_batch_norm = make_batch_norm_wrapper(count_call, is_neutral)
-    wrap(functional, "scaled_dot_product_attention", around_attention)
-    wrap(functional, "batch_norm", around_batch_norm)
+        wrap(torch._VF, name, layers.run_recurrent)
+    wrap(functional, "scaled_dot_product_attention", layers.run_attention)
+    wrap(functional, "batch_norm", layers.run_batch_norm)
     wrap(nn.SyncBatchNorm, "forward", call_synchronized)
-
-
-def make_dropout_wrapper(count_call: CountCall, is_neutral: bool) -> Any:
-    def around(original: Any, *args: Any, **kwargs: Any) -> Any:
-        probability = get_argument(args, kwargs, 1, "p")
-        training = get_argument(args, kwargs, 2, "training")
-        if training is False or probability == 0:
-            return original(*args, **kwargs)
-        count_call("dropout")
-        if is_neutral:
-            return get_argument(args, kwargs, 0, "input")
-        return original(*args, **kwargs)
-
-    return around
-
-
-def make_attention_wrapper(count_call: CountCall, is_neutral: bool) -> Any:
-    def around(original: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
-        arguments = list(args)
-        probability = get_argument(args, kwargs, 1, "dropout_p") or 0.0
-        if probability > 0:
-            count_call("dropout")
-        if probability > 0 and is_neutral:
-            if len(arguments) > 1:
-                arguments[1] = 0.0
-            else:
-                kwargs["dropout_p"] = 0.0
-        return original(query, key, value, *arguments, **kwargs)
-
-    return around
-
-
-def make_recurrent_wrapper(count_call: CountCall, is_neutral: bool) -> Any:
-    """Return the wrapper of recurrent layers, of whose arguments dropout is the only float."""
-
-    def around(original: Any, *args: Any) -> Any:
-        arguments = list(args)
-        index = next((n for n, value in enumerate(args) if isinstance(value, float)), -1)
-        training = index >= 0 and args[index] > 0 and args[index + 1]
-        if training:
-            count_call("dropout")
-        if training and is_neutral:
-            arguments[index] = 0.0
-        return original(*arguments)
-
-    return around
 
 
 running_synchronized = NestingDepth()
 
 
-def call_synchronized(original: Any, *args: Any, **kwargs: Any) -> Any:
+def call_synchronized(call: Call) -> Any:
     """Call a SyncBatchNorm, which is the same on any number of ranks."""
     with running_synchronized:
-        return original(*args, **kwargs)
+        return call.run()
 
 
-def make_batch_norm_wrapper(count_call: CountCall, is_neutral: bool) -> Any:
-    def around(
-        original: Any,
-        tensor: Any,
-        mean: Any,
-        variance: Any,
-        weight: Any = None,
-        bias: Any = None,
-        training: bool = False,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        if training and not running_synchronized.depth:
-            count_call("norm")
-            if is_neutral and mean is not None:
-                training = False
-        return original(tensor, mean, variance, weight, bias, training, *args, **kwargs)
-
-    return around
-
-
-def fetch_with_own_seeds(original: Any, fetcher: Any, indices: Any) -> Any:
+def fetch_with_own_seeds(call: Call) -> Any:
     """Fetch each sample with random numbers of its own, whichever rank fetches it."""
+    fetcher, indices = call.args
     if not isinstance(indices, (list, tuple)):
-        return original(fetcher, indices)
+        return call.run()
     with restored_random_states():
         items = []
         for index in indices:
@@ -148,7 +110,8 @@ def fetch_with_own_seeds(original: Any, fetcher: Any, indices: Any) -> Any:
 
 
 def seed_generators(seed: int) -> None:
-    torch.manual_seed(seed)
+    """Seed the global random generators of torch's CPU, Python and, where it is loaded, NumPy."""
+    torch.default_generator.manual_seed(seed)
     random.seed(seed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed)

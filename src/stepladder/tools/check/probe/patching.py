@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, TypeVar, cast
 
+from stepladder.core.after_import import call_after_import
 from stepladder.tools.check.probe.probe_log import current_log
 from stepladder.tools.probe.events import ProbeEvent
 
@@ -24,13 +26,48 @@ class NestingDepth:
         self.depth -= 1
 
 
-Arguments = tuple[Any, ...]  # by position
 Fields = dict[str, Any]  # of an event, or arguments by name
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def wrap(owners: Any, name: str, around: Callable[..., Any]) -> None:
-    """Replace `owner.name` by a call of `around(original, *args, **kwargs)`.
+@dataclass(slots=True)
+class Call:
+    """A call of a function that has a wrapper.
+
+    Args:
+        original: The function.
+        args: The arguments by position.
+        kwargs: The arguments by name.
+    """
+
+    original: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Fields
+
+    def run(self) -> Any:
+        """Call the function, and return its result."""
+        return self.original(*self.args, **self.kwargs)
+
+    def argument(self, index: int, name: str, default: Any = None) -> Any:
+        """Return an argument that is passed by position or by name."""
+        if len(self.args) > index:
+            return self.args[index]
+        return self.kwargs.get(name, default)
+
+    def with_argument(self, index: int, name: str, value: Any) -> Call:
+        """Return the call with another value of one argument."""
+        if len(self.args) > index:
+            args = (*self.args[:index], value, *self.args[index + 1 :])
+            return Call(self.original, args, self.kwargs)
+        return Call(self.original, self.args, {**self.kwargs, name: value})
+
+
+Around = Callable[[Call], Any]
+MakeEvent = Callable[[Call], ProbeEvent | None]
+
+
+def wrap(owners: Any, name: str, around: Around) -> None:
+    """Replace `owner.name` by a function that calls `around` with each call of it.
 
     Args:
         owners: One module or class, or a list of those that know the same function.
@@ -45,7 +82,7 @@ def wrap(owners: Any, name: str, around: Callable[..., Any]) -> None:
 
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        return around(original, *args, **kwargs)
+        return around(Call(original, args, kwargs))
 
     for owner in all_owners:
         has_original = getattr(owner, name, None) is original
@@ -53,37 +90,41 @@ def wrap(owners: Any, name: str, around: Callable[..., Any]) -> None:
             setattr(owner, name, wrapper)
 
 
-def record_calls(
-    owners: Any, name: str, make_event: Callable[..., ProbeEvent | None], by_user_only: bool = False
-) -> None:
-    """Record each call of `owner.name`, or only those by the user's own code.
+def wrap_after_import(module: str, path: str, around: Around) -> None:
+    """Wrap a function of a module, or a method of its class, once the module is imported."""
+    *owners, name = path.split(".")
+
+    def wrap_in(imported: Any) -> None:
+        wrap(attrgetter(*owners)(imported) if owners else imported, name, around)
+
+    call_after_import(module, wrap_in)
+
+
+def recorder(make_event: MakeEvent, by_user_only: bool = False) -> Around:
+    """Return a wrapper that records each call, or only those by the user's own code.
 
     Args:
-        owners: The modules or classes, as for wrap.
-        name: The name of the function.
-        make_event: Returns the event for the arguments of a call; None for a call that is left out.
+        make_event: Returns the event of a call; None for a call that is left out.
         by_user_only: Whether calls by libraries are left out.
     """
 
-    def record_and_call(original: Any, *args: Any, **kwargs: Any) -> Any:
+    def record_and_call(call: Call) -> Any:
         log = current_log()
         if not by_user_only or log.is_called_by_user():
-            event = make_event(*args, **kwargs)
+            event = make_event(call)
             if event is not None:
                 log.write_with_line(event)
-        return original(*args, **kwargs)
+        return call.run()
 
-    wrap(owners, name, record_and_call)
-
-
-record_user_calls = partial(record_calls, by_user_only=True)
+    return record_and_call
 
 
-def get_argument(args: Arguments, kwargs: Fields, index: int, name: str) -> Any:
-    """Return an argument that is passed by position or by name, or None."""
-    if len(args) > index:
-        return args[index]
-    return kwargs.get(name)
+def record_calls(owners: Any, name: str, make_event: MakeEvent) -> None:
+    wrap(owners, name, recorder(make_event))
+
+
+def record_user_calls(owners: Any, name: str, make_event: MakeEvent) -> None:
+    wrap(owners, name, recorder(make_event, by_user_only=True))
 
 
 def default_on_error(default: Callable[[], Any]) -> Callable[[F], F]:

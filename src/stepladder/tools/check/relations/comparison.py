@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.resources import files
 
 from stepladder.core.numbers import format_count
@@ -12,9 +12,8 @@ from stepladder.tools.check import relations
 from stepladder.tools.check.events import Forward
 from stepladder.tools.check.relations import gradients, samples_read, shown
 from stepladder.tools.check.relations.facts import facts_of
-from stepladder.tools.check.relations.frozen_runs import FrozenRuns, FrozenScript
-from stepladder.tools.check.relations.violation import Violation
-from stepladder.tools.check.rules.evidence import CHECK_TEXTS, RunEvidence
+from stepladder.tools.check.relations.frozen_runs import FrozenRuns, FrozenScript, Violation
+from stepladder.tools.check.rules.evidence import CHECK_TEXTS, Comparison, RunEvidence
 from stepladder.tools.check.rules.process import shared_gpus
 from stepladder.tools.findings.finding import Finding, Severity
 
@@ -77,20 +76,7 @@ RELATIONS = (
 )
 
 
-@dataclass(frozen=True)
-class ComparisonWithOne:
-    """What a comparison with one process has shown.
-
-    Args:
-        findings: The violated relations, the most certain first.
-        held: What held, a line for each relation.
-    """
-
-    findings: list[Finding] = field(default_factory=list)
-    held: list[str] = field(default_factory=list)
-
-
-def compare_with_one_process(script: FrozenScript, evidence: RunEvidence) -> ComparisonWithOne:
+def compare_with_one_process(script: FrozenScript, evidence: RunEvidence) -> Comparison:
     """Compare all ranks with one process.
 
     Raises:
@@ -110,7 +96,7 @@ def compare_with_one_process(script: FrozenScript, evidence: RunEvidence) -> Com
             held.append(relation.holds.format(format_count(count, relation.unit)))
     findings = [finding_of(violation, runs, evidence) for violation in violations]
     findings += shared_gpus(RunEvidence(runs.compared, evidence.source))
-    return ComparisonWithOne(findings, held)
+    return Comparison(findings, held=held)
 
 
 def compare_runs(script: FrozenScript) -> tuple[FrozenRuns, list[Violation]]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from stepladder.tools.check.events import BeforeStep, LocalGradients, OptimizerBuilt
 from stepladder.tools.check.recording import RankLog
-from stepladder.tools.check.relations.violation import SAME_RATIO, Violation
+from stepladder.tools.check.relations.frozen_runs import SAME_RATIO, Violation
 from stepladder.tools.check.rules.evidence import RunEvidence, align
 from stepladder.tools.check.rules.model import are_equal
 

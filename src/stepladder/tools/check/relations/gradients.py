@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from stepladder.tools.check.events import BeforeStep, MeanGradient, OptimizerStep
 from stepladder.tools.check.recording import RankLog
-from stepladder.tools.check.relations.frozen_runs import FrozenRuns
+from stepladder.tools.check.relations.frozen_runs import SAME_RATIO, FrozenRuns, Violation
 from stepladder.tools.check.relations.samples_read import training_samples, trains_one_data_set
-from stepladder.tools.check.relations.violation import SAME_RATIO, Violation
 from stepladder.tools.check.rules.model import is_sharded
 from stepladder.tools.probe.events import CodeLine
 
@@ -19,7 +19,8 @@ MIN_RELATIVE_DIFFERENCE = 1e-3
 SHIFT_FACTOR = 4.0
 MAX_LAYERS = 3  # that are shown
 
-Vector = dict[tuple[str, int], float]  # by the parameter's name, and the index of the element
+Pairs = list[tuple[float, float]]
+Vector = dict[str, list[float]]  # some elements of gradients, by the parameter's name
 
 
 @dataclass(frozen=True)
@@ -40,27 +41,36 @@ class Gradient:
 
     @property
     def norm(self) -> float:
-        return math.sqrt(sum(value * value for value in self.mean.values()))
+        return math.hypot(*chain.from_iterable(self.mean.values()))
 
 
 def read_gradients(log: RankLog) -> dict[int, Gradient]:
     """Return the mean gradients of a rank, by the number of the optimizer."""
     gradients = {}
     for event in log.select(MeanGradient):
-        mean = {
-            (name, index): value / event.rows
-            for name, values in event.sums.items()
-            for index, value in enumerate(values)
-        }
-        square = sum(value * value for value in mean.values())
-        variance = max(0.0, event.squares / event.rows - square)
-        gradients[event.optimizer] = Gradient(mean, math.sqrt(variance), event.steps, event.rows)
+        sums = event.sums.items()
+        mean = {name: [value / event.rows for value in values] for name, values in sums}
+        gradient = Gradient(mean, 0.0, event.steps, event.rows)
+        variance = max(0.0, event.squares / event.rows - gradient.norm**2)
+        gradients[event.optimizer] = replace(gradient, deviation=math.sqrt(variance))
     return gradients
 
 
-def distance(first: Vector, second: Vector) -> float:
-    names = first.keys() & second.keys()
-    return math.sqrt(sum((first[name] - second[name]) ** 2 for name in names))
+def common_elements(first: Vector, second: Vector) -> Pairs:
+    """Return the elements that both have, in pairs."""
+    names = sorted(first.keys() & second.keys())
+    return [pair for name in names for pair in zip(first[name], second[name], strict=False)]
+
+
+def distance(pairs: Pairs, factor: float = 1.0) -> float:
+    """Return the norm of the difference between the second values and a multiple of the first."""
+    return math.hypot(*(factor * one - other for one, other in pairs))
+
+
+def fit_factor(pairs: Pairs) -> float:
+    """Return how many times the first values the second ones are; 0 if the first are all 0."""
+    square = sum(one * one for one, _ in pairs)
+    return sum(one * other for one, other in pairs) / square if square else 0.0
 
 
 def violations(runs: FrozenRuns) -> Iterator[Violation]:
@@ -139,18 +149,17 @@ def compare(
         moved: The share of samples that were read more or less often on all ranks.
     """
     norm = reference.norm
-    if not norm or not math.isfinite(norm) or not reference.mean.keys() & gradient.mean.keys():
+    pairs = common_elements(reference.mean, gradient.mean)
+    if not norm or not math.isfinite(norm) or not pairs:
         return None
-    noise = distance(shuffled.mean, reference.mean) / norm
+    noise = distance(common_elements(reference.mean, shuffled.mean)) / norm
     shift = shift_by_samples(reference, moved) / norm
     allowed = NOISE_FACTOR * noise + SHIFT_FACTOR * shift + MIN_RELATIVE_DIFFERENCE
-    difference = distance(gradient.mean, reference.mean) / norm
+    difference = distance(pairs) / norm
     if not difference > allowed:
         return None
-    product = sum(v * gradient.mean[k] for k, v in reference.mean.items() if k in gradient.mean)
-    ratio = product / (norm * norm)
-    multiple = {name: ratio * value for name, value in reference.mean.items()}
-    is_multiple = distance(gradient.mean, multiple) / norm <= allowed * abs(ratio)
+    ratio = fit_factor(pairs)
+    is_multiple = distance(pairs, ratio) / norm <= allowed * abs(ratio)
     layers = [
         f"{name:30} differs by {100 * share:.3g} %" for name, share in others(reference, gradient)
     ]
@@ -167,11 +176,8 @@ def compare(
 def others(reference: Gradient, gradient: Gradient) -> list[tuple[str, float]]:
     """Return by how much of its norm the gradient of each parameter differs, the most first."""
     differences: list[tuple[str, float]] = []
-    for name in dict.fromkeys(name for name, _ in reference.mean.keys() & gradient.mean.keys()):
-        of_one, of_several = (
-            {key: value for key, value in each.mean.items() if key[0] == name}
-            for each in (reference, gradient)
-        )
-        norm = math.hypot(*of_one.values())
-        differences.append((name, distance(of_one, of_several) / norm if norm else math.inf))
+    for name in reference.mean.keys() & gradient.mean.keys():
+        pairs = list(zip(reference.mean[name], gradient.mean[name], strict=False))
+        norm = math.hypot(*reference.mean[name])
+        differences.append((name, distance(pairs) / norm if norm else math.inf))
     return sorted(differences, key=lambda pair: (-pair[1], pair[0]))

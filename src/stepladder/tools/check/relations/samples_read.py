@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 from stepladder.tools.check.recording import LoaderPass, RankLog, Recording
-from stepladder.tools.check.relations.frozen_runs import FrozenRuns
-from stepladder.tools.check.relations.violation import Violation
+from stepladder.tools.check.relations.frozen_runs import FrozenRuns, Violation
 
 KNOWN_SHARE = 0.5  # of the rows: random augmentation makes others of them in each run
 

@@ -12,13 +12,13 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from decimal import Decimal
 from statistics import fmean, pstdev
 
 from stepladder.tools.check.events import Print
 from stepladder.tools.check.recording import RankLog
-from stepladder.tools.check.relations.frozen_runs import FrozenRuns
+from stepladder.tools.check.relations.frozen_runs import FrozenRuns, Violation
 from stepladder.tools.check.relations.samples_read import are_of_one_data_set
-from stepladder.tools.check.relations.violation import Violation
 from stepladder.tools.probe.events import CodeLine
 
 SHOWN_NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?%?(?![\w])")
@@ -63,10 +63,10 @@ def read_series(log: RankLog) -> dict[Place, Series]:
 
 
 def resolution_of(text: str) -> float:
-    digits, _, exponent = text.rstrip("%").lower().partition("e")
-    decimals = len(digits.partition(".")[2])
-    scale = 10.0 ** int(exponent or 0)
-    return 0.5 * 10.0**-decimals * scale if decimals else 0.0
+    """Return half of the last digit that is shown; 0 of an integer."""
+    if "." not in text:
+        return 0.0
+    return 0.5 * 10.0 ** int(Decimal(text.rstrip("%")).as_tuple().exponent)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 
 from stepladder.tools.check.events import (
     Backward,
@@ -13,7 +14,7 @@ from stepladder.tools.check.events import (
     OptimizerStep,
     ZeroGrad,
 )
-from stepladder.tools.check.recording import RankLog
+from stepladder.tools.check.recording import EventSequence, RankLog
 from stepladder.tools.check.rules.evidence import Findings, RunEvidence, align, rank_rule, run_rule
 from stepladder.tools.check.rules.model import is_wrapped
 from stepladder.tools.probe.events import ProbeEvent
@@ -26,38 +27,19 @@ SAME_FACTOR = 0.01  # the relative difference of two factors that are the same
 
 
 @dataclass
-class Window:
-    """The backward passes between two optimizer steps, and what else happened between them.
+class Window(EventSequence):
+    """What a rank did between two optimizer steps; the last event is the second one."""
 
-    Args:
-        backwards: The backward passes.
-        forwards: The forward passes of models that keep a graph.
-        zero_grads: The calls of zero_grad after the first backward pass.
-        step: The optimizer step that ends the window, or None.
-        left: The gradients that the last backward pass has left.
-        used: The beginning of the step.
-    """
+    events: list[ProbeEvent]
 
-    backwards: list[Backward] = field(default_factory=list)
-    forwards: list[Forward] = field(default_factory=list)
-    zero_grads: list[ZeroGrad] = field(default_factory=list)
-    step: BeforeStep | OptimizerStep | None = None
-    left: LocalGradients | None = None
-    used: BeforeStep | None = None
+    @cached_property
+    def backwards(self) -> list[Backward]:
+        return self.select(Backward)
 
-    def add(self, event: ProbeEvent) -> None:
-        if isinstance(event, Backward):
-            self.backwards.append(event)
-        elif isinstance(event, ZeroGrad) and self.backwards:
-            self.zero_grads.append(event)
-        elif isinstance(event, Forward) and event.grad:
-            self.forwards.append(event)
-        elif isinstance(event, LocalGradients):
-            self.left = event
-        elif isinstance(event, OptimizerStep | BeforeStep):
-            self.step = event
-            if isinstance(event, BeforeStep):
-                self.used = event
+    @cached_property
+    def forwards(self) -> list[Forward]:
+        """The forward passes of models that keep a graph."""
+        return [event for event in self.select(Forward) if event.grad]
 
     @property
     def is_of_one_line(self) -> bool:
@@ -69,45 +51,39 @@ class Window:
 
         They are calls of the optimizer that makes the step, or of a module.
         """
-        owners = set()
+        owners = {step.optimizer for step in self.select(OptimizerStep)}
         if self.is_of_one_line:
             owners.add(OF_A_MODULE)
-        if self.step:
-            owners.add(self.step.optimizer)
-        last_backward = self.backwards[-1].n
-        return [
-            event
-            for event in self.zero_grads
-            if event.optimizer in owners and event.n < last_backward
-        ]
+        first, last = self.backwards[0].n, self.backwards[-1].n
+        calls = [event for event in self.select(ZeroGrad) if first < event.n < last]
+        return [event for event in calls if event.optimizer in owners]
 
     @property
     def factor(self) -> float | None:
         """The factor by which the script scales the gradients before the step, if it is one."""
-        if self.left is None or self.used is None:
+        left = self.select(LocalGradients)[-1:]
+        used = self.select(BeforeStep)[-1:]
+        if not left or not used:
             return None
-        pairs = [(a, b) for a, b in zip(self.left.sums, self.used.sums, strict=False) if a]
-        factors = [used / left for left, used in pairs]
-        is_one = factors and max(factors) - min(factors) <= SAME_FACTOR * abs(max(factors))
-        if is_one:
-            return factors[0]
-        return None
+        pairs = zip(left[0].sums, used[0].sums, strict=False)
+        return single_factor([after / before for before, after in pairs if before])
 
-    @property
-    def synchronized_forwards(self) -> int:
-        """The number of forward passes after which the wrapper averages gradients."""
-        return sum(event.sync for event in self.forwards)
+
+def single_factor(factors: list[float]) -> float | None:
+    """Return the factor that all of these are, but for rounding; None if they differ."""
+    is_one = factors and max(factors) - min(factors) <= SAME_FACTOR * abs(max(factors))
+    return factors[0] if is_one else None
 
 
 def accumulating_windows(log: RankLog) -> list[Window]:
     """Return the windows with several backward passes, each after a forward pass."""
     windows: list[Window] = []
-    current = Window()
+    events: list[ProbeEvent] = []
     for event in log.events:
-        current.add(event)
+        events.append(event)
         if isinstance(event, OptimizerStep):
-            windows.append(current)
-            current = Window()
+            windows.append(Window(events))
+            events = []
     return [
         window
         for window in windows
@@ -130,7 +106,7 @@ def regular_windows(windows: list[Window]) -> list[Window]:
 
 @run_rule("gradients-discarded")
 def gradients_discarded(evidence: RunEvidence) -> Findings:
-    windows = [w for w in accumulating_windows(evidence.rank_0) if w.step is not None]
+    windows = accumulating_windows(evidence.rank_0)
     discarding = [w for w in windows if len(w.discarding_calls) >= len(w.backwards) - 1]
     if len(discarding) >= 2 and len(discarding) == len(windows):
         count = len(discarding[0].backwards)
@@ -148,7 +124,8 @@ def accumulation_sync(evidence: RunEvidence) -> Findings:
     if not is_wrapped(log):
         return
     windows = regular_windows(accumulating_windows(log))
-    costly = [w for w in windows if w.synchronized_forwards >= len(w.backwards)]
+    # The wrapper averages gradients after as many forward passes.
+    costly = [w for w in windows if sum(e.sync for e in w.forwards) >= len(w.backwards)]
     if costly and len(costly) == len(windows):
         backwards = costly[0].backwards
         count = len(backwards)
@@ -163,11 +140,13 @@ def accumulation_sync(evidence: RunEvidence) -> Findings:
 @run_rule("accumulation-mean")
 def accumulation_mean(evidence: RunEvidence) -> Findings:
     log = evidence.rank_0
-    windows = [w for w in regular_windows(accumulating_windows(log)) if w.step is not None]
+    windows = regular_windows(accumulating_windows(log))
     is_scale_unknown = any(event.scale is None for w in windows for event in w.backwards)
     if len(windows) < 2 or is_scale_unknown:
         return
-    factor = common_factor(windows)
+    # The factor before each step; clipping has many.
+    factors = [window.factor for window in windows if window.factor is not None]
+    factor = single_factor(factors) or 1.0
     total_scales = [factor * sum(event.scale or 0.0 for event in w.backwards) for w in windows]
     if any(abs(total - 1) <= 0.01 for total in total_scales):
         return
@@ -182,16 +161,6 @@ def accumulation_mean(evidence: RunEvidence) -> Findings:
         f"{len(first)} backward passes per step; the mean loss of each {weight}, so the step's "
         f"gradient is {total_scales[0]:.4g} times the mean ({len(windows)} steps seen)",
     )
-
-
-def common_factor(windows: list[Window]) -> float:
-    """Return the factor by which gradients are scaled before each step; clipping has many."""
-    factors = [window.factor for window in windows]
-    known = [factor for factor in factors if factor is not None]
-    is_one = known and max(known) - min(known) <= SAME_FACTOR * abs(max(known))
-    if is_one:
-        return known[0]
-    return 1.0
 
 
 @rank_rule("uneven-targets")
@@ -215,11 +184,7 @@ def uneven_targets(evidence: RunEvidence) -> Findings:
 def leftover_gradients(evidence: RunEvidence) -> Findings:
     """Find steps that begin with the gradients of the last backward passes of an epoch."""
     log = evidence.rank_0
-    windows = [
-        window
-        for window in accumulating_windows(log)
-        if window.step and not window.discarding_calls
-    ]
+    windows = [w for w in accumulating_windows(log) if not w.discarding_calls]
     usual = [len(window.backwards) for window in regular_windows(windows)]
     ends = [
         one_pass.end.n for one_pass in log.training_passes if one_pass.end and one_pass.is_complete

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from stepladder.tools.check.events import (
     Backward,
     Batch,
@@ -22,43 +20,31 @@ from stepladder.tools.probe.events import CodeLine, ProbeEvent
 MIN_EQUAL_DRAWS = 3
 
 
-@dataclass(frozen=True)
-class SampleFetch:
-    """The samples that one process fetched: a rank, or one worker of its loader."""
-
-    rank: int
-    worker: int  # -1: the rank itself
-    indices: list[int]
-
-    def __str__(self) -> str:
-        if self.rank < 0:  # of a script that knows no ranks
-            return f"worker {self.worker}"
-        worker = f"'s worker {self.worker}" if self.worker >= 0 else ""
-        return f"rank {self.rank}{worker}"
-
-    def conflicts_with(self, peer: SampleFetch) -> bool:
-        """Return whether another process fetched other samples."""
-        is_same_process = (self.rank, self.worker) == (peer.rank, peer.worker)
-        return not is_same_process and self.indices != peer.indices
-
-
 @run_rule("same-augmentation")
 def same_augmentation(evidence: RunEvidence) -> Findings:
     """Find equal random numbers for different samples, on two ranks or two workers."""
-    fetches: dict[tuple[str, str], SampleFetch] = {}
+    fetches: dict[tuple[str, str], tuple[int, Fetch]] = {}
     for rank, event in fetch_events(evidence):
-        fetch = SampleFetch(rank, event.worker, event.indices)
         for generator, state in event.used.items():
-            first = fetches.setdefault((generator, state), fetch)
-            if first.conflicts_with(fetch):
+            first_rank, first = fetches.setdefault((generator, state), (rank, event))
+            is_same_process = (first_rank, first.worker) == (rank, event.worker)
+            if not is_same_process and first.indices != event.indices:
                 yield evidence.finding(
                     "same-augmentation",
                     drawing_line(evidence) or event.at,
-                    f"{first} and {fetch} draw the same random numbers ({generator} generator) "
-                    f"for samples {first.indices[:3]} and {fetch.indices[:3]}",
+                    f"{name_process(first_rank, first)} and {name_process(rank, event)} draw the "
+                    f"same random numbers ({generator} generator) for samples {first.indices[:3]} "
+                    f"and {event.indices[:3]}",
                 )
                 return
     yield from same_draws(evidence)
+
+
+def name_process(rank: int, fetch: Fetch) -> str:
+    """Return the name of a process that has fetched samples: a rank, or a worker of its loader."""
+    if rank < 0:  # of a script that knows no ranks
+        return f"worker {fetch.worker}"
+    return f"rank {rank}'s worker {fetch.worker}" if fetch.worker >= 0 else f"rank {rank}"
 
 
 @rank_rule("same-augmentation.dropout")
@@ -98,11 +84,12 @@ def seeding_line(evidence: RunEvidence, call: Forward) -> CodeLine | None:
 
 def fetch_events(evidence: RunEvidence) -> list[tuple[int, Fetch]]:
     """Return the fetches of all ranks and of their workers, with the rank."""
-    events: list[tuple[int, Fetch]] = []
-    for log in evidence.ranks:
-        of_workers = [event for event in log.worker_events if isinstance(event, Fetch)]
-        events += [(log.rank, event) for event in [*log.select(Fetch), *of_workers]]
-    return events
+    return [
+        (log.rank, event)
+        for log in evidence.ranks
+        for event in [*log.events, *log.worker_events]
+        if isinstance(event, Fetch)
+    ]
 
 
 def drawing_line(evidence: RunEvidence) -> CodeLine | None:

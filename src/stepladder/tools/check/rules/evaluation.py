@@ -5,9 +5,18 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from operator import ne
+from pathlib import PurePath
 from typing import Literal
 
-from stepladder.tools.check.events import Backward, Forward, PassStart, ScriptCollective, Statistic
+from stepladder.tools.check.events import (
+    Backward,
+    Forward,
+    PassStart,
+    Print,
+    Save,
+    ScriptCollective,
+    Statistic,
+)
 from stepladder.tools.check.recording import LoaderPass, RankLog
 from stepladder.tools.check.rules.evidence import (
     Findings,
@@ -17,9 +26,16 @@ from stepladder.tools.check.rules.evidence import (
     rank_rule,
     run_rule,
 )
-from stepladder.tools.check.rules.samples import describe_drop_last, have_same_data, unread_samples
+from stepladder.tools.check.rules.samples import (
+    describe_drop_last,
+    have_same_data,
+    shares_of,
+    unread_samples,
+)
 from stepladder.tools.probe.events import ProbeEvent
 
+# Collectives without a result on ranks other than the first.
+WITHOUT_RESULT = ("barrier", "reduce", "gather", "gather_object")
 ReducedCount = Literal["padded", "corrected", "unknown"]
 EVENTS_AFTER_PASS = 200  # that are searched for the reduction of an evaluation's counts
 
@@ -132,7 +148,7 @@ def eval_keeps_graph(evidence: RunEvidence) -> Findings:
     """Find evaluations that build graphs without a backward pass, which costs memory and time."""
     log = evidence.rank_0
     for one_pass in filter(log.evaluates_with_graph, log.passes):
-        calls = [e for e in one_pass.events if isinstance(e, Forward) and e.grad]
+        calls = [call for call in one_pass.select(Forward) if call.grad]
         if len(calls) >= 2:
             yield evidence.finding(
                 "eval-keeps-graph",
@@ -186,3 +202,45 @@ def events_of_evaluation(log: RankLog, one_pass: LoaderPass) -> list[ProbeEvent]
             break
         events.append(event)
     return events
+
+
+@rank_rule("one-rank-metric.best")
+def best_of_one_rank(evidence: RunEvidence) -> Findings:
+    """Find weights that are saved after an evaluation of one rank's share that nothing shows.
+
+    What is shown has its own finding. What is not shown decides whether they are saved.
+    """
+    evaluations = [p for p in evidence.evaluation_passes() if are_complete(p) and are_shares(p)]
+    for passes in evaluations:
+        if any(map(has_collective_after, evidence.ranks, passes)):
+            continue
+        following = list(evidence.rank_0.events_until_training(passes[0]))
+        saves = [event for event in following if isinstance(event, Save) and event.model]
+        is_shown = any(isinstance(event, Print) for event in following)
+        if saves and not is_shown:
+            counts = [sum(batch.size for batch in one_pass.batches) for one_pass in passes]
+            yield evidence.finding(
+                "one-rank-metric.best",
+                saves[0].at,
+                f"rank 0 evaluates {counts[0]} of {sum(counts)} samples, no collective follows, "
+                f"and it writes {PurePath(saves[0].path).name}",
+                0,
+            )
+            return
+
+
+def are_shares(passes: Passes) -> bool:
+    """Return whether the ranks have read different samples."""
+    shares = shares_of(passes)
+    if not shares or not shares[0]:
+        return False
+    first = set(shares[0])
+    return len(first.intersection(shares[1])) < 0.5 * len(first)
+
+
+def has_collective_after(log: RankLog, one_pass: LoaderPass) -> bool:
+    """Return whether all ranks get a result in the pass, or after it."""
+    events = [*one_pass.events, *log.events_until_training(one_pass)]
+    collectives = [event for event in events if isinstance(event, ScriptCollective)]
+    without_result = WITHOUT_RESULT if log.rank else ("barrier",)
+    return any(event.op not in without_result for event in collectives)

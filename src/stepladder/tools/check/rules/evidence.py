@@ -7,7 +7,7 @@ findings. Their texts are in rules.toml: a name without text, or without example
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any, TypeVar
 
@@ -83,6 +83,23 @@ class RunEvidence:
     @property
     def has_several_ranks(self) -> bool:
         return len(self.run.ranks) > 1
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What a comparison of runs has shown.
+
+    Args:
+        findings: What differs, the most certain first.
+        note: What could not be compared.
+        not_checked: Why nothing could be compared.
+        held: Lines of what was seen.
+    """
+
+    findings: list[Finding] = field(default_factory=list)
+    note: str = ""
+    not_checked: str = ""
+    held: list[str] = field(default_factory=list)
 
 
 def align(items_of_ranks: Iterable[Sequence[T]]) -> list[tuple[T, ...]]:

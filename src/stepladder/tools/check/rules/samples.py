@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
+from collections.abc import Hashable, Sequence
 from itertools import pairwise
+from operator import and_
+from statistics import correlation, pstdev
 
-from stepladder.tools.check.events import Forward, PassStart, SetEpoch
+from stepladder.tools.check.events import Draw, Forward, PassStart, SetEpoch, SharedFile
 from stepladder.tools.check.recording import LoaderPass, RankLog
 from stepladder.tools.check.rules.evidence import (
     Findings,
@@ -21,6 +24,12 @@ from stepladder.tools.findings.finding import Finding
 
 MIN_COMMON_ROWS = 8
 DEVIATIONS_OF_CHANCE = 5
+MIN_HELD = 10
+MAX_CORRELATION = 0.5  # of samples that have no more in common than their index
+MIN_LEAKED_SAMPLES = 2
+MIN_LEAKED_SHARE = 0.05
+MIN_DISTINCT_SHARE = 0.9  # of rows: data with equal rows cannot be told apart
+Samples = set[Hashable]
 Share = list[object]  # what one rank reads in a pass: indices, or hashes of rows
 
 
@@ -334,3 +343,80 @@ def unread_samples(passes: Passes, evaluations: list[Passes]) -> set[object] | N
         if have_same_data(passes + evaluated) and indices <= unread:
             unread -= indices
     return unread
+
+
+@run_rule("file-over-fork")
+def file_over_fork(evidence: RunEvidence) -> Findings:
+    """Find a file of the data set that is open when the loader forks its workers."""
+    for rank, event in evidence.run.select(SharedFile):
+        yield evidence.finding(
+            "file-over-fork",
+            event.at,
+            f"{event.path} is an open {event.type} when the loader's workers are forked",
+            rank,
+        )
+        return
+
+
+@rank_rule("own-task")
+def own_samples(evidence: RunEvidence) -> Findings:
+    """Find a data set that a sampler divides, and of which two ranks hold other samples.
+
+    Numbers that the script draws may stand in for data, so for them this is a note.
+    """
+    for first, second, *_ in evidence.training_passes()[:1]:
+        is_divided = first.is_divided and second.is_divided
+        if is_divided and are_unrelated(first.start.held, second.start.held):
+            draws = [e for e in evidence.rank_0.select(Draw) if e.n < first.start.n]
+            is_drawn = any(event.fn != "randperm" for event in draws)
+            yield evidence.finding(
+                "own-task",
+                draws[-1].at if draws else first.loader_line,
+                f"rank 0 and rank 1 hold {first.start.base_length} samples each, and other ones "
+                f"by the same index",
+                severity="note" if is_drawn else None,
+            )
+
+
+def are_unrelated(first: Sequence[float], second: Sequence[float]) -> bool:
+    """Return whether sums of samples have no more in common than their index."""
+    if len(first) != len(second) or len(first) < MIN_HELD or not (pstdev(first) and pstdev(second)):
+        return False
+    return correlation(first, second) < MAX_CORRELATION
+
+
+@rank_rule("leaked-split")
+def leaked_split(evidence: RunEvidence) -> Findings:
+    """Find samples that one rank evaluates and another trains on, where each rank separates them.
+
+    A rank that evaluates what it trains on itself does so on purpose.
+    """
+    trained_passes = [log.training_passes for log in evidence.ranks]
+    for passes in filter(are_complete, evidence.evaluation_passes()):
+        evaluated = [samples_of([one_pass], passes[0]) for one_pass in passes]
+        trained = [samples_of(of_rank, passes[0]) for of_rank in trained_passes]
+        if not all(evaluated) or not all(trained) or any(map(and_, evaluated, trained)):
+            continue
+        for rank, samples in enumerate(evaluated):
+            leaked = samples & set().union(*trained)
+            if len(leaked) >= max(MIN_LEAKED_SAMPLES, MIN_LEAKED_SHARE * len(samples)):
+                yield evidence.finding(
+                    "leaked-split",
+                    passes[0].loader_line,
+                    f"{len(leaked)} of the {len(samples)} samples that rank {rank} evaluates are "
+                    f"trained on another rank",
+                )
+                return
+
+
+def samples_of(passes: Sequence[LoaderPass], like: LoaderPass) -> Samples:
+    """Return the samples of passes; an empty set where they cannot be told apart.
+
+    Args:
+        passes: The passes.
+        like: A pass whose samples these are compared with.
+    """
+    _, *shares = shares_of((like, *passes)) or [[]]
+    samples: Samples = set().union(*shares)
+    count = max(map(len, shares), default=0)
+    return samples if len(samples) >= MIN_DISTINCT_SHARE * count else set()

@@ -80,17 +80,23 @@ def files_of_several(evidence: RunEvidence, writers: Writers, severity: Severity
 def resumed_in_run(evidence: RunEvidence) -> Findings:
     """Find a script that resumes from its snapshot in the same process, and repeats an epoch."""
     log = evidence.rank_0
-    for load in log.select(Load):
-        saves = saves_before_load(log, load)
-        epochs = [first_trained_rows(log, previous_save(log, s.n), s.n) for s in saves]
-        are_all_different = len({str(rows) for rows in epochs}) == len(epochs)
-        if len(epochs) < 2 or not all(epochs) or not are_all_different:
+    renamed = renamed_paths(log)
+    spans = spans_of_training(log)
+    for index, (load, _) in enumerate(spans):
+        saves = [
+            (save, rows)
+            for save, rows in spans[:index]
+            if isinstance(load, Load)
+            and isinstance(save, Save)
+            and renamed.get(save.path, save.path) == load.path
+        ]
+        epochs = [rows for _, rows in saves]
+        if len(epochs) < 2 or not all(epochs) or len(set(epochs)) < len(epochs):
             continue
-        resumed = first_trained_rows(log, load.n, next_save(log, load.n))
-        if resumed == epochs[-1]:
+        if load and spans[index + 1][1] == epochs[-1]:
             yield evidence.finding(
                 "resume-epoch",
-                saves[-1].at,
+                saves[-1][0].at,
                 f"{file_name(load)} was written {len(saves)} times, and is loaded again in the "
                 f"same run; what is trained then begins with the batch that the last of these "
                 f"epochs began with",
@@ -98,32 +104,20 @@ def resumed_in_run(evidence: RunEvidence) -> Findings:
             return
 
 
-def saves_before_load(log: RankLog, load: Load) -> list[Save]:
-    """Return the earlier saves of the file that is loaded."""
-    renamed = renamed_paths(log)
-    return [
-        save
-        for save in log.select(Save)
-        if save.n < load.n and renamed.get(save.path, save.path) == load.path
-    ]
+def spans_of_training(log: RankLog) -> list[tuple[Save | Load | None, tuple[str, ...]]]:
+    """Return each save and load, and None at the end, with the first rows that are trained before.
 
-
-def previous_save(log: RankLog, number: int) -> int:
-    """Return the number of the last save before an event; 0 where there is none."""
-    return max((save.n for save in log.select(Save) if save.n < number), default=0)
-
-
-def next_save(log: RankLog, number: int) -> int:
-    """Return the number of the first save after an event; a huge one where there is none."""
-    return min((save.n for save in log.select(Save) if save.n > number), default=1 << 60)
-
-
-def first_trained_rows(log: RankLog, after: int, before: int) -> list[str]:
-    """Return the hashes of the first batch that is trained between two numbers of events."""
-    for event in log.select(Forward):
-        if event.grad and after < event.n < before:
-            return list(event.rows)
-    return []
+    That is since the save or load before; no rows where nothing is trained between them.
+    """
+    spans: list[tuple[Save | Load | None, tuple[str, ...]]] = []
+    rows: tuple[str, ...] = ()
+    for event in log.select(Forward, Save, Load):
+        if isinstance(event, Save | Load):
+            spans.append((event, rows))
+            rows = ()
+        elif isinstance(event, Forward) and event.grad:
+            rows = rows or tuple(event.rows)
+    return [*spans, (None, rows)]
 
 
 @run_rule("in-place-snapshot")

@@ -274,26 +274,24 @@ def refused_functions(simulated: dict[str, Any]) -> dict[str, Any]:
     return refused
 
 
-def nvtx_functions() -> dict[str, Any]:
-    """Return the functions that replace those of torch.cuda.nvtx."""
-    names = ("range_push", "range_pop", "range_start", "range_end", "mark")
-    return {name: make_function(0) for name in names} | {"range": empty_context}
-
-
-def profiler_functions() -> dict[str, Any]:
-    """Return the functions that replace those of torch.cuda.profiler."""
-    return {"start": make_function(None), "stop": make_function(None), "profile": empty_context}
-
-
-def nccl_functions() -> dict[str, Any]:
-    """Return the functions that replace those of torch.cuda.nccl."""
-    names = ("all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "unique_id")
-    originals = {name: getattr(torch.cuda.nccl, name) for name in names}
-    refused = {
-        name: make_unsupported_function(f"torch.cuda.nccl.{name}", original)
-        for name, original in originals.items()
+def functions_of_modules() -> dict[str, dict[str, Any]]:
+    """Return the functions that replace those of modules of torch.cuda, by module and name."""
+    ranges = ("range_push", "range_pop", "range_start", "range_end", "mark")
+    refused = ("all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "unique_id")
+    nvtx: dict[str, Any] = {name: make_function(0) for name in ranges}
+    nccl: dict[str, Any] = {
+        name: make_unsupported_function(f"torch.cuda.nccl.{name}", getattr(torch.cuda.nccl, name))
+        for name in refused
     }
-    return refused | {"version": lambda: NCCL_VERSION, "is_available": lambda tensors: True}
+    return {
+        "nvtx": nvtx | {"range": empty_context},
+        "nccl": nccl | {"version": lambda: NCCL_VERSION, "is_available": lambda tensors: True},
+        "profiler": {
+            "start": make_function(None),
+            "stop": make_function(None),
+            "profile": empty_context,
+        },
+    }
 
 
 def cudart() -> Any:

@@ -105,36 +105,25 @@ class SimulatedGenerator(metaclass=StandIn):
         return cls.original(map_device(device))
 
 
-class PinnedMemory:
-    """The storages that the script has pinned. They are ordinary memory."""
-
-    def __init__(self) -> None:
-        self.storages: weakref.WeakSet[Any] = weakref.WeakSet()
-
-    def add(self, tensor: Tensor) -> Tensor:
-        with suppress(NotImplementedError):  # sparse tensors have no storage
-            self.storages.add(tensor.untyped_storage())
-        return tensor
-
-    def pin(self, tensor: Tensor, device: Any = None) -> Tensor:
-        """Return a copy, as pinning does, unless the tensor is pinned already."""
-        return tensor if self.contains(tensor) else self.add(tensor.clone())
-
-    def contains(self, tensor: Tensor, device: Any = None) -> bool:
-        with suppress(NotImplementedError):
-            return tensor.untyped_storage() in self.storages
-        return False
+# The storages that the script has pinned. They are ordinary memory.
+pinned_storages: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-pinned_memory = PinnedMemory()
+def mark_pinned(tensor: Tensor) -> Tensor:
+    with suppress(NotImplementedError):  # sparse tensors have no storage
+        pinned_storages.add(tensor.untyped_storage())
+    return tensor
 
 
 def pin_memory(self: Tensor, device: Any = None) -> Tensor:
-    return pinned_memory.pin(self)
+    """Return a copy, as pinning does, unless the tensor is pinned already."""
+    return self if is_pinned(self) else mark_pinned(self.clone())
 
 
 def is_pinned(self: Tensor, device: Any = None) -> bool:
-    return pinned_memory.contains(self)
+    with suppress(NotImplementedError):
+        return self.untyped_storage() in pinned_storages
+    return False
 
 
 def stay_on_cpu(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -163,7 +152,7 @@ def make_on_cpu(original: Any, *args: Any, **kwargs: Any) -> Any:
     if not kwargs.get("pin_memory"):
         return original(*args, **kwargs)
     del kwargs["pin_memory"]
-    return pinned_memory.add(original(*args, **kwargs))
+    return mark_pinned(original(*args, **kwargs))
 
 
 def name_cpu_type(original: Any, *args: Any, **kwargs: Any) -> Any:

@@ -38,48 +38,16 @@ from stepladder.tools.check.simulated_gpu import (
 from stepladder.tools.check.simulated_gpu.collectives import replace_arguments
 from stepladder.tools.check.simulated_gpu.refusal import Function
 
-FACTORIES = (
-    "arange",
-    "as_tensor",
-    "asarray",
-    "bartlett_window",
-    "blackman_window",
-    "empty",
+# Those that torch does not count among its factories, since a tensor or a file says where they are.
+FURTHER_FACTORIES = (
     "empty_like",
-    "empty_permuted",
-    "empty_quantized",
-    "empty_strided",
-    "eye",
     "from_file",
-    "full",
     "full_like",
-    "hamming_window",
-    "hann_window",
-    "kaiser_window",
-    "linspace",
-    "logspace",
     "normal",
-    "ones",
     "ones_like",
-    "rand",
     "rand_like",
-    "randint",
     "randint_like",
-    "randn",
     "randn_like",
-    "randperm",
-    "range",
-    "scalar_tensor",
-    "sparse_bsc_tensor",
-    "sparse_bsr_tensor",
-    "sparse_compressed_tensor",
-    "sparse_coo_tensor",
-    "sparse_csc_tensor",
-    "sparse_csr_tensor",
-    "tensor",
-    "tril_indices",
-    "triu_indices",
-    "zeros",
     "zeros_like",
 )
 FACTORIES_OF_FFT = ("fftfreq", "rfftfreq")
@@ -181,8 +149,9 @@ def replace_all(owner: Any, functions: dict[str, Any]) -> None:
 
 
 def patch_factories() -> None:
-    _device_constructors()  # it remembers torch's own factories, which device contexts look for
-    for name in FACTORIES:
+    # torch remembers the result, for its own factories are what device contexts look for.
+    known = [factory.__name__ for factory in _device_constructors()]
+    for name in (*known, *FURTHER_FACTORIES):
         patch_factory(name)
     for name in FACTORIES_OF_FFT:
         wrap(torch.fft, name, devices.make_on_cpu)
@@ -238,9 +207,8 @@ def patch_cuda(functions: dict[str, Any]) -> None:
     for owner in (torch.cuda, torch.cuda.memory, torch.cuda.random, torch.cuda.streams):
         replace_all(owner, simulated)
     replace(torch.cuda, "_lazy_init", refusal.raise_for_device_in_cpp)
-    replace_all(torch.cuda.nvtx, cuda.nvtx_functions())
-    replace_all(torch.cuda.nccl, cuda.nccl_functions())
-    replace_all(torch.cuda.profiler, cuda.profiler_functions())
+    for name, of_module in cuda.functions_of_modules().items():
+        replace_all(getattr(torch.cuda, name), of_module)
     for name in FUNCTIONS_OF_ONE_DEVICE:
         original = getattr(torch.nn.parallel.comm, name)
         refuse = refusal.make_unsupported_function(f"torch.cuda.comm.{name}", original)
