@@ -24,7 +24,7 @@ from check_recordings import evidence_of, forward, rules_of, step
 from pages import EXAMPLES
 from stepladder.tools.check.probe import digests, hooks_data
 from stepladder.tools.check.probe.hooks_data import AHEAD_ATTRIBUTE, read_ahead
-from stepladder.tools.check.probe.patching import Call
+from stepladder.tools.check.probe.patching import WrappedCall
 from stepladder.tools.check.probe.probe_log import ProbeLog
 from stepladder.tools.check.probe_settings import ProbeSettings
 from stepladder.tools.check.rules.all_rules import apply_rules
@@ -569,7 +569,7 @@ def test_batches_that_are_read_ahead_are_recorded_when_the_script_gets_them() ->
         yield number
 
     loader = SimpleNamespace(base_dataloader=SimpleNamespace())
-    for number in read_ahead(Call(read, (loader,), {})):
+    for number in read_ahead(WrappedCall(read, (loader,), {})):
         assert written == [f"batch {index}" for index in range(number + 1)]
     assert written == ["batch 0", "batch 1", "batch 2", "end"]
     assert vars(loader.base_dataloader) == {}

@@ -206,7 +206,8 @@ class Check:
     def add_findings(self, findings: list[Finding]) -> None:
         """Add findings to the report; a later start knows more than an earlier one."""
         for finding in self.shown(findings):
-            if not self.has_static_finding(finding.rule):
+            known_rules = {known for known, _, _ in self.findings}
+            if finding.rule not in known_rules.intersection(STATIC_AND_DYNAMIC_RULES):
                 self.findings[finding.key] = finding
 
     def tell_early(self, findings: list[Finding]) -> None:
@@ -224,15 +225,11 @@ class Check:
                 shown.append(self.style.with_shown_path(finding))
         return shown
 
-    def has_static_finding(self, rule: str) -> bool:
-        known_rules = {known for known, _, _ in self.findings}
-        return rule in STATIC_AND_DYNAMIC_RULES and rule in known_rules
-
     def check_in_scratch(self, scratch_folder: Path) -> Report:
         with self.open_launch(scratch_folder, self.request.args) as launch:
             report = self.check_in_sandbox(scratch_folder, launch)
             isolation = summarize(launch.sandbox)
-        not_checked = blame_refusal(report.not_checked, isolation)
+        not_checked = blame_refusal(report.not_checked)
         return replace(report, not_checked=not_checked, isolation=isolation)
 
     @contextmanager

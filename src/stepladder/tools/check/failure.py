@@ -29,7 +29,7 @@ CPP_FRAME = re.compile(r"^(?:\[rank\d+\]:\s?)?frame #\d+: .*\n?", re.MULTILINE)
 LOG_TIME = re.compile(r"(\[[IWEF])\d{4} [\d:.]+(?= )")
 # Lines of wrappers that only call the wrapped function.
 FORWARDING_CALL = re.compile(
-    r"\boriginal\w*\(|\b(?:around|call)\((?:Call\()?original|\bcall\.run\(|super\(\)\.__init__\("
+    r"\boriginal\w*\(|\b(?:around|call)\((?:WrappedCall\()?original|\bcall\.run\(|super\(\)\.__init__\("
 )
 # The code of torch.cuda itself is reached only through something that is not simulated.
 TORCH_CUDA = re.compile(r"[/\\]torch[/\\]cuda[/\\]")

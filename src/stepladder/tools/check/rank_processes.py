@@ -159,11 +159,6 @@ class LaunchOutcome:
         return not were_ended and bool(self.failed_ranks)
 
     @property
-    def is_one_process(self) -> bool:
-        """Whether a process trains that has not asked for its rank, nor for a group."""
-        return self.has_stepped and not self.knows_other_ranks
-
-    @property
     def failed_ranks(self) -> list[int]:
         """The ranks whose processes have failed, and were not ended by the check."""
         return [rank for rank, code in enumerate(self.codes) if code not in (0, None)]
@@ -258,7 +253,8 @@ class RankLaunch:
             return None
         if outcome.spawns:
             return replace(self, is_alone=True, spawns=True)
-        if outcome.is_one_process and not self.keeps_copies:
+        trains_alone = outcome.has_stepped and not outcome.knows_other_ranks
+        if trains_alone and not self.keeps_copies:
             return replace(self, is_alone=True, gpus_available=bool(self.gpus_available))
         return replace(self, nodes=1) if outcome.needs_one_node and self.nodes > 1 else None
 

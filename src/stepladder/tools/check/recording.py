@@ -255,14 +255,9 @@ class Recording:
         return not self.ranks_asked_for.isdisjoint(LOCAL_VARIABLES)
 
     @property
-    def asks_for_all_ranks(self) -> bool:
-        """Whether the script knows that there may be ranks on other nodes."""
-        return not self.ranks_asked_for.isdisjoint(GLOBAL_VARIABLES)
-
-    @property
     def is_for_one_node(self) -> bool:
-        """Whether a script takes its local rank for its rank."""
-        return self.asks_for_local_rank and not self.asks_for_all_ranks
+        """Whether a script takes its local rank for its rank, and knows of no other node."""
+        return self.asks_for_local_rank and self.ranks_asked_for.isdisjoint(GLOBAL_VARIABLES)
 
     @cached_property
     def was_cut_short(self) -> bool:

@@ -72,10 +72,6 @@ class ScriptRun:
         return "\n".join(output.rstrip().splitlines()[-MAX_SHOWN_LINES:])
 
     @property
-    def has_worked(self) -> bool:
-        return bool(self.recording.select(*WORKING_EVENTS))
-
-    @property
     def has_trained(self) -> bool:
         """Whether any process has trained, also one that the script has made itself."""
         logs = [*self.recording.ranks, *self.recording.other_processes]
@@ -83,7 +79,7 @@ class ScriptRun:
 
     @property
     def is_successful(self) -> bool:
-        return self.has_worked and not self.outcome.failed
+        return bool(self.recording.select(*WORKING_EVENTS)) and not self.outcome.failed
 
     @property
     def depends_on_gpus(self) -> bool:

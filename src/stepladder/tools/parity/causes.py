@@ -89,8 +89,9 @@ def describe_samples(runs: Runs, triple: StepTriple) -> str:
     compared = triple.compared
     if reference.epoch != compared.epoch:
         return (
-            f"an epoch of {processes(runs.reference)} has {len(runs.reference.epochs[0])} steps, "
-            f"of {processes(runs.compared)} {len(runs.compared.epochs[0])}"
+            f"an epoch of {processes(runs.reference)} has "
+            f"{runs.reference.steps_of_first_epoch} steps, of {processes(runs.compared)} "
+            f"{runs.compared.steps_of_first_epoch}"
         )
     counts = (
         f"step {reference.number} trains {reference.samples.count} samples on "

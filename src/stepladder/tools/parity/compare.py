@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from operator import attrgetter
 from typing import Literal
 
-from stepladder.tools.parity.steps import GlobalStep, RunSteps, Samples
+from stepladder.tools.parity.steps import GlobalStep, RunSteps, Samples, Tensors
 from stepladder.tools.parity.tolerance import SINGLE_EPSILON, Deviation, NoiseHistory, TensorTriple
 
 Quantity = Literal[
     "initial weight", "samples", "learning rate", "steps", "loss", "gradient", "weight"
 ]
+# The tensors of a step, in the order in which they are compared.
+TENSORS: dict[Quantity, Callable[[GlobalStep], Tensors]] = {
+    "gradient": attrgetter("grads"),
+    "weight": attrgetter("weights"),
+}
+Histories = defaultdict[Quantity, NoiseHistory]  # the noise of rounding up to a step
 SAME_RATE = 1e-6  # relative: schedules round, too
 
 
@@ -77,19 +86,10 @@ class StepTriple:
     def has_other_loss(self) -> bool:
         return self.loss is not None and self.loss.is_beyond_rounding
 
-    def gradients(self) -> list[Deviation]:
-        """Return the deviations of gradients as the optimizer gets them."""
-        triple = TensorTriple(
-            self.reference.grads, self.compared.grads, self.perturbed.grads, self.epsilon
-        )
-        return triple.deviations()
-
-    def weights(self) -> list[Deviation]:
-        """Return the deviations of weights after the step."""
-        triple = TensorTriple(
-            self.reference.weights, self.compared.weights, self.perturbed.weights, self.epsilon
-        )
-        return triple.deviations()
+    def deviations(self, tensors_of: Callable[[GlobalStep], Tensors]) -> list[Deviation]:
+        """Return the deviations of gradients as the optimizer gets them, or of weights after it."""
+        of_runs = map(tensors_of, (self.reference, self.compared, self.perturbed))
+        return TensorTriple(*of_runs, self.epsilon).deviations()
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def find_difference(runs: Runs) -> FirstDifference | None:
     beyond = first_beyond(initial.deviations())
     if beyond is not None:
         return FirstDifference(0, "initial weight", beyond)
-    histories = Histories()
+    histories: Histories = defaultdict(NoiseHistory)
     for number in range(1, runs.common_steps + 1):
         difference = compare_step(number, runs.step(number), histories)
         if difference is not None:
@@ -127,14 +127,6 @@ def find_difference(runs: Runs) -> FirstDifference | None:
     if len(runs.reference.steps) != len(runs.compared.steps):
         return FirstDifference(runs.common_steps + 1, "steps")
     return None
-
-
-@dataclass(frozen=True)
-class Histories:
-    """The noise of rounding up to a step, for gradients and for weights."""
-
-    gradients: NoiseHistory = field(default_factory=NoiseHistory)
-    weights: NoiseHistory = field(default_factory=NoiseHistory)
 
 
 def compare_step(number: int, triple: StepTriple, histories: Histories) -> FirstDifference | None:
@@ -145,13 +137,11 @@ def compare_step(number: int, triple: StepTriple, histories: Histories) -> First
         return FirstDifference(number, "samples")
     if not rates_agree(reference.rates, compared.rates):
         return FirstDifference(number, "learning rate")
-    beyond = first_beyond(histories.gradients.raise_noise(triple.gradients()))
-    if beyond is not None:
-        quantity: Quantity = "loss" if triple.has_other_loss else "gradient"
-        return FirstDifference(number, quantity, beyond)
-    beyond = first_beyond(histories.weights.raise_noise(triple.weights()))
-    if beyond is not None:
-        return FirstDifference(number, "weight", beyond)
+    for quantity, tensors_of in TENSORS.items():
+        beyond = first_beyond(histories[quantity].raise_noise(triple.deviations(tensors_of)))
+        if beyond is not None:
+            is_of_loss = quantity == "gradient" and triple.has_other_loss
+            return FirstDifference(number, "loss" if is_of_loss else quantity, beyond)
     return None
 
 

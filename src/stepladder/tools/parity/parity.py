@@ -127,7 +127,7 @@ class Parity:
             isolation = summarize(launch.sandbox)
         return replace(
             report,
-            not_judged=blame_refusal(report.not_judged, isolation),
+            not_judged=blame_refusal(report.not_judged),
             notes=[*self.check.notes, *self.runs.notes],
             isolation=isolation,
         )

@@ -105,15 +105,9 @@ class Samples:
 
     def is_same(self, other: Samples) -> bool:
         """Return whether the samples are the same, by one of the two ways to identify them."""
-        if self.count != other.count:
-            return False
-        return self.has_same_rows(other) or self.has_same_numbers(other)
-
-    def has_same_rows(self, other: Samples) -> bool:
-        return self.rows.total() == self.count and self.rows == other.rows
-
-    def has_same_numbers(self, other: Samples) -> bool:
-        return self.numbers.total() == self.count and self.numbers == other.numbers
+        has_same_rows = self.rows.total() == self.count and self.rows == other.rows
+        has_same_numbers = self.numbers.total() == self.count and self.numbers == other.numbers
+        return self.count == other.count and (has_same_rows or has_same_numbers)
 
     @property
     def is_identified(self) -> bool:
@@ -213,11 +207,8 @@ class RunSteps:
         return len(self.recording.ranks)
 
     @property
-    def epochs(self) -> list[list[GlobalStep]]:
-        by_epoch: dict[int, list[GlobalStep]] = {}
-        for step in self.steps:
-            by_epoch.setdefault(step.epoch, []).append(step)
-        return list(by_epoch.values())
+    def steps_of_first_epoch(self) -> int:
+        return sum(step.epoch == self.steps[0].epoch for step in self.steps)
 
     def find_loop_draw(self, step: GlobalStep) -> Draw | None:
         """Return a draw of random numbers in a step, at a line that draws in other steps too."""

@@ -21,7 +21,7 @@ from stepladder.tools.check.probe.hooks_train import (
     named_parameters_of,
     training_tracker,
 )
-from stepladder.tools.check.probe.patching import Call, default_on_error
+from stepladder.tools.check.probe.patching import WrappedCall, default_on_error
 from stepladder.tools.check.probe.probe_log import current_log
 from stepladder.tools.parity.events import StepValues
 
@@ -81,7 +81,7 @@ class ValueRecorder:
         )
         self.calls.clear()
 
-    def count_call(self, layer: str, call: Call, _: Call) -> Any:
+    def count_call(self, layer: str, call: WrappedCall, _: WrappedCall) -> Any:
         """Count a call of dropout or of batch norm, and run it."""
         if torch.is_grad_enabled():
             self.calls[layer] += 1

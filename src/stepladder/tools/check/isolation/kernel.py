@@ -133,21 +133,16 @@ def set_mount_attributes(path: str, set_bits: int, clear_bits: int, recursive: b
 
 @dataclass(frozen=True)
 class Mount:
-    """One line of mountinfo: the folder, the type of its file system, and the options."""
+    """One line of mountinfo: the folder, and the options."""
 
     path: str
-    kind: str
     options: tuple[str, ...]
 
 
 def read_mounts() -> list[Mount]:
     with open("/proc/self/mountinfo", "rb") as file:
         lines = [os.fsdecode(line).split(" ") for line in file.read().splitlines()]
-    mounts = []
-    for fields in lines:
-        kind = fields[fields.index("-") + 1]
-        mounts.append(Mount(unescape(fields[4]), kind, tuple(fields[5].split(","))))
-    return mounts
+    return [Mount(unescape(fields[4]), tuple(fields[5].split(","))) for fields in lines]
 
 
 def unescape(path: str) -> str:

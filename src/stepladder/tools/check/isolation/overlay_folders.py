@@ -16,17 +16,6 @@ from stepladder.tools.check.isolation.kernel import Mount
 # reached through an overlay. SYSTEM_FOLDERS may have overlays on folders in them; SYSTEM_TREES not.
 SYSTEM_FOLDERS = {"/", "/home", "/opt", "/var", "/var/lib", "/var/log", "/var/spool"}
 SYSTEM_TREES = ("/boot", "/dev", "/etc", "/proc", "/run", "/sys", "/usr")
-VIRTUAL_FILE_SYSTEMS = {
-    "autofs",
-    "proc",
-    "sysfs",
-    "devpts",
-    "cgroup",
-    "cgroup2",
-    "mqueue",
-    "securityfs",
-    "debugfs",
-}
 TEXT_SUFFIXES = {
     ".py",
     ".yaml",
@@ -75,19 +64,13 @@ class OverlayRules:
         return any(mount.path == folder for mount in self.mounts)
 
     def is_eligible(self, folder: str) -> bool:
-        """Return whether an overlay may be mounted on the folder."""
+        """Return whether an overlay may be mounted on the folder, as far as this is known before.
+
+        Linux refuses it on virtual file systems, such as autofs; then the folder is read-only.
+        """
         if folder in SYSTEM_FOLDERS or is_below(folder, SYSTEM_TREES):
             return False
-        if self.file_system_of(folder) in VIRTUAL_FILE_SYSTEMS:
-            return False
         return self.uid == 0 or not self.has_mounts_below(folder)
-
-    def file_system_of(self, folder: str) -> str:
-        """Return the kind of file system that a folder is on; empty where it is not known."""
-        enclosing = [mount for mount in self.mounts if is_below(folder, [mount.path])]
-        if enclosing:
-            return max(enclosing, key=lambda mount: len(mount.path)).kind
-        return ""
 
     def is_usable(self, folder: str) -> bool:
         return self.owns(folder) and self.is_eligible(folder)

@@ -59,10 +59,6 @@ class Isolation:
             lines.append(f"  refused: {path}  HINT: stepladder check --writes {folder} ...")
         return lines
 
-    def may_explain(self, output: str) -> bool:
-        """Return whether a script may have failed with this output because of a refused change."""
-        return any(text in output for text in (READ_ONLY_TEXT, REFUSAL_TEXT))
-
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
 
@@ -129,9 +125,11 @@ def events_of_last_starts(recordings: Path) -> Iterator[ProbeEvent]:
                 yield from read_events(path)
 
 
-def blame_refusal(reason: NotChecked | None, isolation: Isolation) -> NotChecked | None:
+def blame_refusal(reason: NotChecked | None) -> NotChecked | None:
     """Return the reason, with the check at fault if the script failed because of a refusal."""
-    if reason is None or reason.cause != "script" or not isolation.may_explain(reason.output):
+    if reason is None or reason.cause != "script":
+        return reason
+    if not any(text in reason.output for text in (READ_ONLY_TEXT, REFUSAL_TEXT)):
         return reason
     line = "the script failed, as above, where a change outside the copy was refused"
     return replace(reason, cause="check", line=line)

@@ -33,7 +33,7 @@ from stepladder.tools.check.probe.hooks_train import (
     training_tracker,
 )
 from stepladder.tools.check.probe.noise import SEEDS_OF_NUMPY, seed_generators
-from stepladder.tools.check.probe.patching import Call, default_on_error, wrap
+from stepladder.tools.check.probe.patching import WrappedCall, default_on_error, wrap
 from stepladder.tools.check.probe.probe_log import current_log
 
 MAX_ELEMENTS = 64  # of a gradient
@@ -151,7 +151,7 @@ def shuffle_from_first_pass() -> None:
         wrap(torch, "manual_seed", seed_otherwise)
         ReseededGenerators().__enter__()  # type: ignore[no-untyped-call]
 
-    def iterate(call: Call) -> Any:
+    def iterate(call: WrappedCall) -> Any:
         begin()
         loader = call.args[0]
         for owner in (loader, loader.sampler, loader.batch_sampler):
@@ -162,7 +162,7 @@ def shuffle_from_first_pass() -> None:
     wrap_first_call(lambda _: begin())
 
 
-def seed_otherwise(call: Call) -> Any:
+def seed_otherwise(call: WrappedCall) -> Any:
     """Seed torch with another number than the script's."""
     return call.with_argument(0, "seed", int(call.argument(0, "seed")) + OTHER_SEED).run()
 

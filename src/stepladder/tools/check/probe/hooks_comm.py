@@ -26,9 +26,9 @@ from stepladder.tools.check.events import (
 )
 from stepladder.tools.check.probe.loss_graph import gathered_features
 from stepladder.tools.check.probe.patching import (
-    Call,
     Fields,
     NestingDepth,
+    WrappedCall,
     default_on_error,
     record_calls,
     record_user_calls,
@@ -92,11 +92,11 @@ def attach() -> None:
     record_calls(Join, "__enter__", lambda _: JoinContext())
 
 
-def note_spawned_rank(call: Call) -> None:
+def note_spawned_rank(call: WrappedCall) -> None:
     current_log().set_spawned_rank(call.args[1])
 
 
-def record_question(name: str, call: Call) -> Any:
+def record_question(name: str, call: WrappedCall) -> Any:
     """Record the first question of the user's code for its rank, or the number of ranks."""
     if (
         name not in asked
@@ -108,11 +108,11 @@ def record_question(name: str, call: Call) -> Any:
     return call.run()
 
 
-def other_group_event(name: str, _: Call) -> OtherGroup:
+def other_group_event(name: str, _: WrappedCall) -> OtherGroup:
     return OtherGroup(library=name)
 
 
-def wait_for_start_without_torchrun(_: Call) -> None:
+def wait_for_start_without_torchrun(_: WrappedCall) -> None:
     """Wait to be ended if this process was started as torchrun does it.
 
     The script makes its ranks itself, so the checker starts it again, as one process.
@@ -130,7 +130,7 @@ def wait_for_other_start(reason: ProbeEvent) -> None:
     os._exit(1)
 
 
-def init_event(call: Call) -> GroupInit:
+def init_event(call: WrappedCall) -> GroupInit:
     settings = current_log().settings
     if is_made_by_script():
         wait_for_start_without_torchrun(call)
@@ -149,7 +149,7 @@ def takes_local_rank(rank: Any) -> bool:
     return own is not None and str(rank) != own and str(rank) == os.environ.get("LOCAL_RANK")
 
 
-def record_group(call: Call) -> Any:
+def record_group(call: WrappedCall) -> Any:
     """Record the default group, also where torch makes it itself, as `init_device_mesh` does."""
     result = call.run()
     if isinstance(call.args[0], dist.ProcessGroup):
@@ -157,7 +157,7 @@ def record_group(call: Call) -> Any:
     return result
 
 
-def record_collective(name: str, call: Call) -> Any:
+def record_collective(name: str, call: WrappedCall) -> Any:
     if running_collective.depth:
         return call.run()
     log = current_log()
@@ -172,7 +172,7 @@ def record_collective(name: str, call: Call) -> Any:
 
 
 @default_on_error(lambda: {"group": "?"})
-def describe_call(name: str, call: Call) -> Fields:
+def describe_call(name: str, call: WrappedCall) -> Fields:
     """Return the group of a collective, and the shape and the (few) values of its tensor."""
     arguments = [*call.args, *call.kwargs.values()]
     group = first_of_type(arguments, dist.ProcessGroup)

@@ -32,8 +32,8 @@ from stepladder.tools.check.events import (
 )
 from stepladder.tools.check.probe import digests
 from stepladder.tools.check.probe.patching import (
-    Call,
     Fields,
+    WrappedCall,
     default_on_error,
     record_calls,
     wrap,
@@ -137,7 +137,7 @@ def attach() -> None:
     wrap_after_import("accelerate.data_loader", "DataLoaderShard.__iter__", read_ahead)
 
 
-def remember_line(call: Call) -> Any:
+def remember_line(call: WrappedCall) -> Any:
     """Make a loader or a sampler remember the line that made it.
 
     A library that makes a loader anew has its data set from the script's own loader.
@@ -155,7 +155,7 @@ def remember_line(call: Call) -> Any:
     return result
 
 
-def set_epoch_event(call: Call) -> SetEpoch:
+def set_epoch_event(call: WrappedCall) -> SetEpoch:
     return SetEpoch(sampler=id(call.args[0]), value=call.argument(1, "epoch"))
 
 
@@ -166,7 +166,7 @@ def watch_set_epoch(owner: Any) -> None:
         record_calls(cls, "set_epoch", set_epoch_event)
 
 
-def record_pass(call: Call) -> Any:
+def record_pass(call: WrappedCall) -> Any:
     loader = call.args[0]
     log = current_log()
     line = log.user_line()
@@ -282,17 +282,17 @@ def base_indices(dataset: Any, indices: Any) -> list[int] | None:
     return result
 
 
-def forget_indices(call: Call) -> None:
+def forget_indices(call: WrappedCall) -> None:
     pass_state(call.args[0]).indices.clear()
 
 
-def remember_index(call: Call) -> Any:
+def remember_index(call: WrappedCall) -> Any:
     index = call.run()
     pass_state(call.args[0]).indices.append(index)
     return index
 
 
-def record_batch(call: Call) -> Any:
+def record_batch(call: WrappedCall) -> Any:
     iterator = call.args[0]
     log = current_log()
     state = pass_state(iterator)
@@ -361,7 +361,7 @@ def has_descriptor(file: Any) -> bool:
         return False
 
 
-def read_ahead(call: Call) -> Iterator[Any]:
+def read_ahead(call: WrappedCall) -> Iterator[Any]:
     """Record the batches of a loader of Accelerate when the script gets them.
 
     The loader reads one batch ahead: the script would use the last batch of each pass after the end

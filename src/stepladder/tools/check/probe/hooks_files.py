@@ -13,7 +13,7 @@ from typing import Any
 from stepladder.tools.check.events import FileMove, FileWrite, PathSearch, Print
 from stepladder.tools.check.probe import pause
 from stepladder.tools.check.probe.patching import (
-    Call,
+    WrappedCall,
     default_on_error,
     record_calls,
     record_user_calls,
@@ -52,7 +52,7 @@ def attach() -> None:
         wrap_after_import(module, function, recorder(metric_event, by_user_only=True))
 
 
-def search_event(call: Call) -> PathSearch | None:
+def search_event(call: WrappedCall) -> PathSearch | None:
     """Return the event of the first look: a rank that polls for a file looks again and again."""
     search = (path_in_copy(call.argument(0, "path")), current_log().user_line())
     if search in searches:
@@ -61,20 +61,20 @@ def search_event(call: Call) -> PathSearch | None:
     return PathSearch(path=search[0])
 
 
-def move_event(call: Call) -> FileMove:
+def move_event(call: WrappedCall) -> FileMove:
     pause.pause_at("rename")
     source, target = call.argument(0, "src"), call.argument(1, "dst")
     return FileMove(source=path_in_copy(source), target=path_in_copy(target))
 
 
-def print_event(call: Call) -> Print | None:
+def print_event(call: WrappedCall) -> Print | None:
     if call.kwargs.get("file") is not None:
         return None
     return Print(caller=current_log().user_caller(), text=printed_text(call.args))
 
 
 @default_on_error(lambda: None)
-def metric_event(call: Call) -> Print:
+def metric_event(call: WrappedCall) -> Print:
     values = map(number_or_text, [*call.args, *call.kwargs.values()])
     return Print(text=printed_text(values))
 
@@ -91,7 +91,7 @@ def printed_text(values: Iterable[Any]) -> str:
     return " ".join(shown)[:MAX_PRINTED_TEXT]
 
 
-def message_event(call: Call) -> Print | None:
+def message_event(call: WrappedCall) -> Print | None:
     record: logging.LogRecord = call.args[1]
     if not current_log().is_user_file(record.pathname):
         return None

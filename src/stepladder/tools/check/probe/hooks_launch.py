@@ -21,7 +21,7 @@ from stepladder.tools.check.events import (
     RankRead,
 )
 from stepladder.tools.check.probe import patching
-from stepladder.tools.check.probe.patching import Call, recorder, wrap, wrap_after_import
+from stepladder.tools.check.probe.patching import WrappedCall, recorder, wrap, wrap_after_import
 from stepladder.tools.check.probe.probe_log import CHECK_FOLDER, current_log
 
 TYPE_CHECKING = False
@@ -100,14 +100,14 @@ def watch_environment(environment: Any) -> None:
     wrap(environment, "__iter__", read_names)
 
 
-def read_variable(call: Call) -> Any:
+def read_variable(call: WrappedCall) -> Any:
     name = call.args[1]
     if name in VARIABLES_OF_RANKS:
         environment_reads.record(name, reading_frame())
     return call.run()
 
 
-def read_names(call: Call) -> Any:
+def read_names(call: WrappedCall) -> Any:
     environment_reads.begin_copy(reading_frame())
     return call.run()
 
@@ -152,7 +152,7 @@ def is_import(frame: FrameType | None) -> bool:
     return False
 
 
-def other_library_event(name: str, _: Call) -> OtherGroup:
+def other_library_event(name: str, _: WrappedCall) -> OtherGroup:
     """Return the event of a library that exchanges gradients itself."""
     return OtherGroup(library=name, averages=True)
 
@@ -161,13 +161,13 @@ def record_other_library(module: Any) -> None:
     current_log().write_with_line(OtherGroup(library=module.__name__))
 
 
-def remember_option(call: Call) -> Any:
+def remember_option(call: WrappedCall) -> Any:
     if current_log().is_called_by_user():
         local_rank_options.update(set(LOCAL_RANK_OPTIONS).intersection(call.args[1:]))
     return call.run()
 
 
-def parse_with_local_rank(call: Call) -> Any:
+def parse_with_local_rank(call: WrappedCall) -> Any:
     args = call.argument(1, "args")
     if args is None or list(args) == sys.argv[1:]:
         pass_local_rank(set(call.args[0]._option_string_actions))
@@ -185,7 +185,7 @@ def pass_local_rank(options_of_parser: set[str]) -> None:
     sys.argv.insert(1, f"{options[0]}={os.environ['LOCAL_RANK']}")
 
 
-def init_with_variables(call: Call) -> None:
+def init_with_variables(call: WrappedCall) -> None:
     """Set the variables of `fabric run` for a Fabric that leaves the number of devices to it."""
     is_rank = current_log().settings.torchrun
     if is_rank and len(call.args) == 1 and call.kwargs.keys().isdisjoint(CHOSEN_IN_FABRIC):

@@ -25,9 +25,9 @@ from stepladder.tools.check.events import (
 from stepladder.tools.check.probe import digests, pause
 from stepladder.tools.check.probe.layer_outputs import layer_outputs
 from stepladder.tools.check.probe.patching import (
-    Call,
     Fields,
     NestingDepth,
+    WrappedCall,
     default_on_error,
     record_calls,
     record_user_calls,
@@ -246,7 +246,7 @@ def count_layers_with_modes(module: Any) -> Fields:
     }
 
 
-def record_wrapper(call: Call) -> Any:
+def record_wrapper(call: WrappedCall) -> Any:
     wrapper = call.args[0]
     module = call.argument(1, "module")
     inner = (type(part).__name__ for part in module.modules() if kind_of_wrapper(part))
@@ -266,7 +266,7 @@ def record_wrapper(call: Call) -> Any:
     return result
 
 
-def record_sharding(index: int, call: Call) -> Any:
+def record_sharding(index: int, call: WrappedCall) -> Any:
     """Record the weights of a model before it is cut into shards, which cuts its parts as well.
 
     Args:
@@ -281,7 +281,7 @@ def record_sharding(index: int, call: Call) -> Any:
 
 
 @default_on_error(dict)
-def unsharded_weights(index: int, call: Call) -> Digests:
+def unsharded_weights(index: int, call: WrappedCall) -> Digests:
     """Return the hashes of weights of which each rank keeps its own, and no broadcast follows."""
     module = call.argument(index, "module")
     group = call.argument(index + 1, "process_group")
@@ -296,7 +296,7 @@ def unsharded_weights(index: int, call: Call) -> Digests:
 
 
 @default_on_error(str)
-def strategy_of(index: int, call: Call) -> str:
+def strategy_of(index: int, call: WrappedCall) -> str:
     """Return the name of a sharding strategy; empty where the default one is used."""
     mesh = call.kwargs.get("mesh")
     if mesh is not None and mesh.ndim > 1:
@@ -305,7 +305,7 @@ def strategy_of(index: int, call: Call) -> str:
     return strategy.name if strategy else ""
 
 
-def fill_empty(call: Call) -> Any:
+def fill_empty(call: WrappedCall) -> Any:
     """Write nan where `to_empty` leaves what was in memory, so that no run hides it by chance."""
     result = call.run()
     fill_with_nan(call.args[0], call.kwargs.get("recurse", True))
@@ -319,7 +319,7 @@ def fill_with_nan(module: Any, recurse: bool) -> None:
             tensor.detach().fill_(torch.nan)
 
 
-def load_event(call: Call) -> StateDictLoad | None:
+def load_event(call: WrappedCall) -> StateDictLoad | None:
     if called_models.depth:
         return None
     strict = call.argument(2, "strict", True)
@@ -344,7 +344,7 @@ def gpu_of(parameters: list[Any]) -> str:
     return f"{device} {visible}".strip() if device.startswith("cuda") else ""
 
 
-def record_move(name: str, call: Call) -> Any:
+def record_move(name: str, call: WrappedCall) -> Any:
     module = call.args[0]
     before = describe_place(module)
     result = call.run()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from itertools import islice
 from types import FrameType
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch.optim import optimizer as optimizers
 
 from stepladder.tools.check.events import NamesInUse, NamesWhereBuilt
 from stepladder.tools.check.probe import hooks_data, hooks_model, hooks_train
-from stepladder.tools.check.probe.patching import Call, wrap
+from stepladder.tools.check.probe.patching import WrappedCall, wrap
 from stepladder.tools.check.probe.probe_log import current_log
 
 MAX_FRAMES = 8
@@ -29,13 +30,13 @@ def attach() -> None:
     optimizers.register_optimizer_step_pre_hook(lambda item, *_: record_names("optimizer", item))
 
 
-def record_owner(what: str, hook: Call) -> Any:
+def record_owner(what: str, hook: WrappedCall) -> Any:
     """Record the names of the object whose method a hook was called with."""
     record_names(what, hook.args[0].args[0])
     return hook.run()
 
 
-def record_model(hook: Call) -> Any:
+def record_model(hook: WrappedCall) -> Any:
     record_names("model", hook.args[0])
     return hook.run()
 
@@ -52,7 +53,7 @@ def record_names(what: str, value: object) -> None:
     current_log().write(NamesInUse(what=what, object=id(value), uses=uses), line)
 
 
-def record_models_beside(call: Call) -> Any:
+def record_models_beside(call: WrappedCall) -> Any:
     """Record the names of the models in the function that makes an optimizer."""
     frame = next(user_frames(), None)
     if frame is not None:
@@ -64,13 +65,7 @@ def record_models_beside(call: Call) -> Any:
 
 def user_frames() -> Iterator[FrameType]:
     """Yield the innermost frames of the user's code, from the innermost one outwards."""
-    log = current_log()
-    frame = log.user_frame()
-    for _ in range(MAX_FRAMES):
-        if frame is None:
-            return
-        yield frame
-        frame = log.find_user_frame(frame.f_back)
+    return islice(current_log().user_frames(), MAX_FRAMES)
 
 
 def named(frame: FrameType) -> Iterator[tuple[str, object]]:

@@ -18,8 +18,8 @@ from stepladder.tools.check.events import Digests, Draw, Fetch, Seeding
 from stepladder.tools.check.probe import digests
 from stepladder.tools.check.probe.hooks_data import base_of
 from stepladder.tools.check.probe.patching import (
-    Call,
     NestingDepth,
+    WrappedCall,
     record_calls,
     record_user_calls,
     wrap,
@@ -73,7 +73,7 @@ def start_generator() -> None:
     torch.default_generator.manual_seed(seed)
 
 
-def draw_event(name: str, call: Call) -> Draw | None:
+def draw_event(name: str, call: WrappedCall) -> Draw | None:
     line = current_log().user_line()
     draw_counts[line] += 1
     if draw_counts[line] > MAX_DRAWS_PER_LINE:
@@ -83,7 +83,7 @@ def draw_event(name: str, call: Call) -> Draw | None:
     return Draw(fn=name, state=state, for_sample=running_fetch.depth > 0)
 
 
-def record_fetch(call: Call) -> Any:
+def record_fetch(call: WrappedCall) -> Any:
     """Record the generators whose states change while samples are fetched."""
     fetcher, indices = call.args
     fetch_counts[id(fetcher)] += 1

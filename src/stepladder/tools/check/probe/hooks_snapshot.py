@@ -18,8 +18,8 @@ from stepladder.tools.check.probe import digests, pause
 from stepladder.tools.check.probe.hooks_files import absolute_path, path_in_copy
 from stepladder.tools.check.probe.hooks_model import called_models
 from stepladder.tools.check.probe.patching import (
-    Call,
     Fields,
+    WrappedCall,
     default_on_error,
     record_user_calls,
     wrap,
@@ -57,7 +57,7 @@ def redirect_to_copy(file: Any) -> tuple[str, Any]:
     return path, file
 
 
-def record_save(call: Call) -> None:
+def record_save(call: WrappedCall) -> None:
     path, file = redirect_to_copy(call.argument(1, "f"))
     call = call.with_argument(1, "f", file)
     if not path:  # collectives of objects save into memory
@@ -72,7 +72,7 @@ def record_save(call: Call) -> None:
     pause.pause_within_save(path)
 
 
-def pickle_event(call: Call) -> Save | None:
+def pickle_event(call: WrappedCall) -> Save | None:
     parts = parts_of(call.argument(0, "obj"))
     if not parts["model"]:
         return None
@@ -80,7 +80,7 @@ def pickle_event(call: Call) -> Save | None:
     return Save(path=path, existed=True, opened=True, **parts)
 
 
-def record_load(call: Call) -> Any:
+def record_load(call: WrappedCall) -> Any:
     path, file = redirect_to_copy(call.argument(0, "f"))
     if path:
         weights_only = str(call.kwargs.get("weights_only", "default"))

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from stepladder.tools.check.events import Statistic
-from stepladder.tools.check.probe.patching import Call, Fields, default_on_error, wrap
+from stepladder.tools.check.probe.patching import Fields, WrappedCall, default_on_error, wrap
 from stepladder.tools.check.probe.probe_log import current_log, record
 
 MAX_STATISTICS = 5000
@@ -49,7 +49,7 @@ def attach() -> None:
         wrap(owner, "sum", partial(record_reduction, False))
 
 
-def record_loss(call: Call) -> Any:
+def record_loss(call: WrappedCall) -> Any:
     result = call.run()
     record_statistic(result, is_mean_over_batch(call.kwargs))
     return result
@@ -61,7 +61,7 @@ def is_mean_over_batch(options: Fields) -> bool:
     return options.get("reduction", "mean") == "mean" and not is_sum
 
 
-def record_reduction(is_mean: bool, call: Call) -> Any:
+def record_reduction(is_mean: bool, call: WrappedCall) -> Any:
     """Record the result of a mean or a sum that the script asks for, and not the probe."""
     result = call.run()
     caller = sys._getframe(2)  # around the wrapper

@@ -46,9 +46,9 @@ from stepladder.tools.check.probe.loss_graph import (
     target_weight_of,
 )
 from stepladder.tools.check.probe.patching import (
-    Call,
     Fields,
     NestingDepth,
+    WrappedCall,
     default_on_error,
     record_calls,
     wrap,
@@ -163,7 +163,7 @@ def named_parameters_of(optimizer: Any) -> Fields:
     return {name_of(p) or f"#{index}": p for index, p in enumerate(parameters)}
 
 
-def record_clipping(call: Call) -> Any:
+def record_clipping(call: WrappedCall) -> Any:
     parameters = call.argument(0, "parameters")
     is_one = isinstance(parameters, Tensor)
     parameters = [parameters] if is_one else list(parameters)  # an iterator can be read once
@@ -180,7 +180,7 @@ class LeafSums:
     def __init__(self) -> None:
         self.by_optimizer: dict[int, list[float]] = {}
 
-    def build(self, call: Call) -> None:
+    def build(self, call: WrappedCall) -> None:
         """Make an optimizer, and add up what backward passes give its first parameters."""
         call.run()
         optimizer = call.args[0]
@@ -205,15 +205,15 @@ class LeafSums:
 leaf_sums = LeafSums()
 
 
-def optimizer_event(call: Call) -> OptimizerBuilt:
+def optimizer_event(call: WrappedCall) -> OptimizerBuilt:
     return OptimizerBuilt(cls=type(call.args[0]).__name__)
 
 
-def zero_grad_event(call: Call) -> ZeroGrad:
+def zero_grad_event(call: WrappedCall) -> ZeroGrad:
     return ZeroGrad(optimizer=training_tracker.number_of(call.args[0]))
 
 
-def record_backward(call: Call) -> Any:
+def record_backward(call: WrappedCall) -> Any:
     tensors = call.argument(0, "tensors")
     loss = tensors[0] if isinstance(tensors, list | tuple) else tensors
     training_tracker.begin_backward()
@@ -274,7 +274,7 @@ def wait_if_halted() -> None:
             time.sleep(1)
 
 
-def autograd_grad_event(_: Call) -> AutogradCall | None:
+def autograd_grad_event(_: WrappedCall) -> AutogradCall | None:
     """Return that a script takes gradients as values, and makes steps without an optimizer.
 
     It may use torch.autograd.grad or torch.func.
@@ -394,12 +394,12 @@ def state_digest(state: Any) -> str:
     return "".join(digests.digest(tensor)[:6] or NOT_HASHED for tensor in tensors)
 
 
-def ignore_initial_step(call: Call) -> Any:
+def ignore_initial_step(call: WrappedCall) -> Any:
     with running_schedule:
         return call.run()
 
 
-def record_schedule_step(call: Call) -> Any:
+def record_schedule_step(call: WrappedCall) -> Any:
     schedule = call.args[0]
     if running_schedule.depth == 0:
         log = current_log()

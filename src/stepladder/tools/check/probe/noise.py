@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data._utils import fetch
 
-from stepladder.tools.check.probe.patching import Call, NestingDepth, wrap
+from stepladder.tools.check.probe.patching import NestingDepth, WrappedCall, wrap
 
 DROPOUTS = (
     "dropout",
@@ -30,7 +30,7 @@ DROPOUTS = (
 RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 SEEDS_OF_NUMPY = 1 << 32
 
-RunLayer = Callable[[str, Call, Call], Any]
+RunLayer = Callable[[str, WrappedCall, WrappedCall], Any]
 
 
 class NoisyLayers:
@@ -44,24 +44,24 @@ class NoisyLayers:
     def __init__(self, run: RunLayer) -> None:
         self.run = run
 
-    def run_dropout(self, call: Call) -> Any:
+    def run_dropout(self, call: WrappedCall) -> Any:
         if not call.argument(2, "training", True) or call.argument(1, "p") == 0:
             return call.run()
         return self.run("dropout", call, call.with_argument(2, "training", False))
 
-    def run_attention(self, call: Call) -> Any:
+    def run_attention(self, call: WrappedCall) -> Any:
         if not call.argument(4, "dropout_p"):
             return call.run()
         return self.run("dropout", call, call.with_argument(4, "dropout_p", 0.0))
 
-    def run_recurrent(self, call: Call) -> Any:
+    def run_recurrent(self, call: WrappedCall) -> Any:
         """Run a recurrent layer, of whose arguments dropout is the only float."""
         index = next((n for n, value in enumerate(call.args) if isinstance(value, float)), -1)
         if index < 0 or not call.args[index] or not call.args[index + 1]:
             return call.run()
         return self.run("dropout", call, call.with_argument(index, "dropout", 0.0))
 
-    def run_batch_norm(self, call: Call) -> Any:
+    def run_batch_norm(self, call: WrappedCall) -> Any:
         if running_synchronized.depth or not call.argument(5, "training"):
             return call.run()
         has_statistics = call.argument(1, "running_mean") is not None
@@ -90,13 +90,13 @@ def wrap_layers(run: RunLayer) -> None:
 running_synchronized = NestingDepth()
 
 
-def call_synchronized(call: Call) -> Any:
+def call_synchronized(call: WrappedCall) -> Any:
     """Call a SyncBatchNorm, which is the same on any number of ranks."""
     with running_synchronized:
         return call.run()
 
 
-def fetch_with_own_seeds(call: Call) -> Any:
+def fetch_with_own_seeds(call: WrappedCall) -> Any:
     """Fetch each sample with random numbers of its own, whichever rank fetches it."""
     fetcher, indices = call.args
     if not isinstance(indices, (list, tuple)):

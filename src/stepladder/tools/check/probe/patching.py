@@ -31,7 +31,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 @dataclass(slots=True)
-class Call:
+class WrappedCall:
     """A call of a function that has a wrapper.
 
     Args:
@@ -54,16 +54,16 @@ class Call:
             return self.args[index]
         return self.kwargs.get(name, default)
 
-    def with_argument(self, index: int, name: str, value: Any) -> Call:
+    def with_argument(self, index: int, name: str, value: Any) -> WrappedCall:
         """Return the call with another value of one argument."""
         if len(self.args) > index:
             args = (*self.args[:index], value, *self.args[index + 1 :])
-            return Call(self.original, args, self.kwargs)
-        return Call(self.original, self.args, {**self.kwargs, name: value})
+            return WrappedCall(self.original, args, self.kwargs)
+        return WrappedCall(self.original, self.args, {**self.kwargs, name: value})
 
 
-Around = Callable[[Call], Any]
-MakeEvent = Callable[[Call], ProbeEvent | None]
+Around = Callable[[WrappedCall], Any]
+MakeEvent = Callable[[WrappedCall], ProbeEvent | None]
 
 
 def wrap(owners: Any, name: str, around: Around) -> None:
@@ -82,7 +82,7 @@ def wrap(owners: Any, name: str, around: Around) -> None:
 
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        return around(Call(original, args, kwargs))
+        return around(WrappedCall(original, args, kwargs))
 
     for owner in all_owners:
         has_original = getattr(owner, name, None) is original
@@ -108,7 +108,7 @@ def recorder(make_event: MakeEvent, by_user_only: bool = False) -> Around:
         by_user_only: Whether calls by libraries are left out.
     """
 
-    def record_and_call(call: Call) -> Any:
+    def record_and_call(call: WrappedCall) -> Any:
         log = current_log()
         if not by_user_only or log.is_called_by_user():
             event = make_event(call)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
+from itertools import islice
 from types import FrameType
 
 from stepladder.tools.check.events import GroupJoined, ProcessStart
@@ -88,29 +90,25 @@ class ProbeLog:
 
     def user_caller(self) -> CodeLine | None:
         """Return the line of the user's code that called the innermost function of it."""
-        function = self.user_frame()
-        frame = self.find_user_frame(function.f_back) if function else None
+        frame = next(islice(self.user_frames(), 1, None), None)
         return self.line_of(frame) if frame else None
 
     def user_stack(self) -> str:
         """Return the functions and lines of the user's code, from the innermost one outwards."""
-        calls: list[str] = []
-        frame = self.user_frame()
-        while frame is not None and len(calls) < MAX_STACK_FRAMES:
-            if self.is_user_file(frame.f_code.co_filename):
-                calls.append(f"{frame.f_code.co_name}:{frame.f_lineno}")
-            frame = frame.f_back
-        return " < ".join(calls)
+        frames = islice(self.user_frames(), MAX_STACK_FRAMES)
+        return " < ".join(f"{frame.f_code.co_name}:{frame.f_lineno}" for frame in frames)
 
     def user_frame(self) -> FrameType | None:
         """Return the innermost frame of the user's code."""
-        return self.find_user_frame(sys._getframe(1))
+        return next(self.user_frames(), None)
 
-    def find_user_frame(self, frame: FrameType | None) -> FrameType | None:
-        """Return this frame, or the innermost one outside of it, that is of the user's code."""
-        while frame is not None and not self.is_user_file(frame.f_code.co_filename):
+    def user_frames(self) -> Iterator[FrameType]:
+        """Yield the frames of the user's code, from the innermost one outwards."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            if self.is_user_file(frame.f_code.co_filename):
+                yield frame
             frame = frame.f_back
-        return frame
 
     def is_called_by_user(self) -> bool:
         """Return whether the user's code called the function that calls this one, and no library.

@@ -32,15 +32,13 @@ class SamplesRead:
     def read(cls, passes: Iterable[LoaderPass]) -> SamplesRead:
         passes = list(passes)
         read = [one_pass.samples for one_pass in passes]
-        counts: Counter[int | str] | None = Counter() if read else None
+        counts: Counter[int | str] = Counter()
         for samples in read:
-            if samples is None or counts is None:
-                counts = None
-                break
-            counts.update(samples)
+            counts.update(samples or ())
         rows = frozenset(row for one_pass in passes for row in one_pass.rows or ())
         data_sets = frozenset(one_pass.start.fingerprint for one_pass in passes)
-        return cls(counts, rows, data_sets)
+        is_known = bool(read) and None not in read
+        return cls(counts if is_known else None, rows, data_sets)
 
     def is_of(self, reference: SamplesRead) -> bool:
         """Return whether these samples are of the reference's data, and not of a rank's own."""

@@ -297,9 +297,8 @@ def backwards_of_batches(one_pass: LoaderPass) -> list[list[Backward]]:
 
 def uneven_passes(evidence: RunEvidence) -> Findings:
     """Find passes with more batches on one rank than on another."""
-    logs = evidence.ranks
-    for number in range(max(len(log.training_passes) for log in logs)):
-        present = [log.training_passes[number] for log in logs if number < len(log.training_passes)]
+    for passes in zip_longest(*(log.training_passes for log in evidence.ranks)):
+        present = [one_pass for one_pass in passes if one_pass]
         is_cut = any(one_pass.end is not None and one_pass.end.cut for one_pass in present)
         if len(present) < 2 or is_cut:
             continue
