@@ -43,7 +43,6 @@ class LibraryRankRead(RankRead, kind="libraryreadrank"):
 class OtherGroup(ProbeEvent, kind="othergroup"):
     """The ranks may meet otherwise than in a process group: by a store, RPC or another library."""
 
-    library: str
     averages: bool = False  # whether the library exchanges gradients itself
 
 

@@ -95,8 +95,9 @@ class ResumedRun:
     @property
     def first_line(self) -> CodeLine | None:
         """The line that reads the samples which the resumed run trains first."""
-        passes = self.resumed.training_passes
-        return passes[0].line if passes else recorded_training_calls(self.resumed)[0].at
+        lines = [one_pass.line for one_pass in self.resumed.training_passes]
+        lines += [call.at for call in recorded_training_calls(self.resumed)]
+        return next(iter(lines), None)
 
     def finding(self, rule: str, text: str) -> Finding:
         """Return a finding at the line of its rule: that which saves, reads samples or loads."""

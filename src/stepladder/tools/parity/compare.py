@@ -88,8 +88,10 @@ class StepTriple:
 
     def deviations(self, tensors_of: Callable[[GlobalStep], Tensors]) -> list[Deviation]:
         """Return the deviations of gradients as the optimizer gets them, or of weights after it."""
-        of_runs = map(tensors_of, (self.reference, self.compared, self.perturbed))
-        return TensorTriple(*of_runs, self.epsilon).deviations()
+        reference, compared, perturbed = map(
+            tensors_of, (self.reference, self.compared, self.perturbed)
+        )
+        return TensorTriple(reference, compared, perturbed, self.epsilon).deviations()
 
 
 @dataclass(frozen=True)

@@ -81,9 +81,8 @@ def attach() -> None:
     for name in ("get_rank", "get_world_size"):
         wrap([c10d, dist], name, partial(record_question, name))
     for name in STORES:
-        record_user_calls(getattr(dist, name), "__init__", partial(other_group_event, name))
-    joins_by_rpc = recorder(partial(other_group_event, "rpc"))
-    wrap_after_import("torch.distributed.rpc", "init_rpc", joins_by_rpc)
+        record_user_calls(getattr(dist, name), "__init__", lambda _: OtherGroup())
+    wrap_after_import("torch.distributed.rpc", "init_rpc", recorder(lambda _: OtherGroup()))
     start_owners = [spawn, torch.multiprocessing]
     record_calls(start_owners, "start_processes", wait_for_start_without_torchrun)
     record_calls(spawn, "_wrap", note_spawned_rank)
@@ -106,10 +105,6 @@ def record_question(name: str, call: WrappedCall) -> Any:
         asked.add(name)
         record(RankRead(name=name))
     return call.run()
-
-
-def other_group_event(name: str, _: WrappedCall) -> OtherGroup:
-    return OtherGroup(library=name)
 
 
 def wait_for_start_without_torchrun(_: WrappedCall) -> None:

@@ -92,7 +92,7 @@ def printed_text(values: Iterable[Any]) -> str:
 
 
 def message_event(call: WrappedCall) -> Print | None:
-    record: logging.LogRecord = call.args[1]
+    record: logging.LogRecord = call.argument(1, "record")
     if not current_log().is_user_file(record.pathname):
         return None
     return Print(text=record.getMessage()[:MAX_PRINTED_TEXT])

@@ -8,7 +8,6 @@ from __future__ import annotations
 import _collections_abc
 import os
 import sys
-from functools import partial
 from itertools import islice
 from types import FrameType
 
@@ -90,7 +89,7 @@ def attach() -> None:
     wrap_after_import("argparse", "ArgumentParser.parse_known_args", parse_with_local_rank)
     call_after_import("mpi4py.MPI", record_other_library)  # its import joins the other ranks
     for name, function in OTHER_LIBRARIES.items():
-        wrap_after_import(name, function, recorder(partial(other_library_event, name)))
+        wrap_after_import(name, function, recorder(lambda _: OtherGroup(averages=True)))
     for name in FABRICS:
         wrap_after_import(name, "Fabric.__init__", init_with_variables)
 
@@ -152,13 +151,8 @@ def is_import(frame: FrameType | None) -> bool:
     return False
 
 
-def other_library_event(name: str, _: WrappedCall) -> OtherGroup:
-    """Return the event of a library that exchanges gradients itself."""
-    return OtherGroup(library=name, averages=True)
-
-
-def record_other_library(module: Any) -> None:
-    current_log().write_with_line(OtherGroup(library=module.__name__))
+def record_other_library(_: Any) -> None:
+    current_log().write_with_line(OtherGroup())
 
 
 def remember_option(call: WrappedCall) -> Any:

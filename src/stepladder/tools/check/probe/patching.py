@@ -30,7 +30,7 @@ Fields = dict[str, Any]  # of an event, or arguments by name
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-@dataclass(slots=True)
+@dataclass
 class WrappedCall:
     """A call of a function that has a wrapper.
 

@@ -49,7 +49,8 @@ def padded_evaluation(evidence: RunEvidence) -> Findings:
         distinct = len(set(indices))
         if count == distinct or not have_same_data(passes):
             continue
-        if is_more_than_padding(passes, count - distinct):
+        # DistributedSampler adds fewer than that to make shares equal.
+        if passes[0].start.distributed and count - distinct >= len(passes):
             yield evidence.finding(
                 "overlapping-shards",
                 passes[0].sampler_line,
@@ -68,12 +69,6 @@ def padded_evaluation(evidence: RunEvidence) -> Findings:
                 f"{100 * (count - distinct) / count:.2g} %{detail}",
             )
             return
-
-
-def is_more_than_padding(passes: Passes, repeated: int) -> bool:
-    """Return whether more samples are repeated than DistributedSampler adds to equal shares."""
-    start = passes[0].start
-    return start.distributed and repeated >= len(passes)
 
 
 def is_shared_evaluation(passes: Passes) -> bool:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from stepladder.tools.check.recording import LoaderPass, RankLog, Recording
 from stepladder.tools.check.script_source import ScriptSource
 from stepladder.tools.findings.finding import Catalogue, Finding, Location, Severity
-from stepladder.tools.probe.events import CodeLine, ProbeEvent
+from stepladder.tools.probe.events import CodeLine
 
 CHECK_TEXTS = Catalogue("stepladder.tools.check")
 T = TypeVar("T")
@@ -54,10 +54,6 @@ class RunEvidence:
                 name = name.removeprefix(folder)
                 break
         return Location(name, recorded.line)
-
-    def locations(self, *kinds: type[ProbeEvent]) -> set[Location]:
-        """Return the lines of the events of these kinds, on all ranks."""
-        return {self.location(event.at) for _, event in self.run.select(*kinds)}
 
     def finding(
         self,

@@ -257,12 +257,8 @@ def is_sharded(logs: list[RankLog]) -> bool:
     wrappers = {event.wrapped for log in logs for event in log.select(Forward)}
     if not wrappers <= {"", "DistributedDataParallel"}:
         return True
-    return any(SHARDED_NAME in name for name in names_of_weights(logs))
-
-
-def names_of_weights(logs: list[RankLog]) -> set[str]:
-    """Return the names of the weights in the first steps of the ranks."""
-    return {name for log in logs for step in log.select(BeforeStep)[:1] for name in step.before}
+    first_steps = [step for log in logs for step in log.select(BeforeStep)[:1]]
+    return any(SHARDED_NAME in name for step in first_steps for name in step.before)
 
 
 def is_averaged_later(before: Pairs[BeforeStep], key: StepKey) -> bool:

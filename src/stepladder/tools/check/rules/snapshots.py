@@ -93,7 +93,8 @@ def resumed_in_run(evidence: RunEvidence) -> Findings:
         epochs = [rows for _, rows in saves]
         if len(epochs) < 2 or not all(epochs) or len(set(epochs)) < len(epochs):
             continue
-        if load and spans[index + 1][1] == epochs[-1]:
+        resumed = next((rows for _, rows in spans[index + 1 :] if rows), ())
+        if isinstance(load, Load) and resumed == epochs[-1]:
             yield evidence.finding(
                 "resume-epoch",
                 saves[-1][0].at,
@@ -110,14 +111,14 @@ def spans_of_training(log: RankLog) -> list[tuple[Save | Load | None, tuple[str,
     That is since the save or load before; no rows where nothing is trained between them.
     """
     spans: list[tuple[Save | Load | None, tuple[str, ...]]] = []
-    rows: tuple[str, ...] = ()
+    rows: tuple[str, ...] | None = None
     for event in log.select(Forward, Save, Load):
         if isinstance(event, Save | Load):
-            spans.append((event, rows))
-            rows = ()
-        elif isinstance(event, Forward) and event.grad:
-            rows = rows or tuple(event.rows)
-    return [*spans, (None, rows)]
+            spans.append((event, rows or ()))
+            rows = None
+        elif isinstance(event, Forward) and event.grad and rows is None:
+            rows = tuple(event.rows)
+    return [*spans, (None, rows or ())]
 
 
 @run_rule("in-place-snapshot")
@@ -172,7 +173,8 @@ def describe_overwriting(log: RankLog, saves: list[Save], was_there: bool) -> st
         )
     is_snapshot = first.model and not first.bare
     is_resumed_from = first.path in paths_searched_before(log, first)
-    if is_snapshot and is_resumed_from and is_trained_after(log, first):
+    is_trained_after = any(e.n > first.n for e in log.select(Backward, EnoughPasses))
+    if is_snapshot and is_resumed_from and is_trained_after:
         return f"{file_name(first)}, from which the script goes on, is written in place"
     return ""
 
@@ -182,10 +184,6 @@ def paths_searched_before(log: RankLog, event: Save) -> set[str]:
     searches: list[PathSearch | Load] = [*log.select(PathSearch), *log.select(Load)]
     earlier = [search for search in searches if search.n < event.n]
     return {search.path for search in earlier}
-
-
-def is_trained_after(log: RankLog, event: Save) -> bool:
-    return any(e.n > event.n for e in log.select(Backward, EnoughPasses))
 
 
 @run_rule("incomplete-snapshot", "incomplete-snapshot.random")

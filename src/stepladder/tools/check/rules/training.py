@@ -49,7 +49,8 @@ def no_gradient(evidence: RunEvidence) -> Findings:
         trained = set(events[-1].before) - frozen_parameters(events)
         with_gradient = {name for event in events for name in event.grads}
         if is_sharded(evidence.ranks):  # the part with the gradient may be another rank's
-            with_gradient |= names_of_gradients(evidence)
+            all_steps = evidence.run.select(BeforeStep)
+            with_gradient |= {name for _, event in all_steps for name in event.grads}
         without_gradient = [
             name
             for name in sorted(trained - with_gradient)
@@ -63,11 +64,6 @@ def no_gradient(evidence: RunEvidence) -> Findings:
                 f"{len(without_gradient)} of {len(trained)} parameters have no gradient in any of "
                 f"{len(events)} steps: {', '.join(without_gradient[:4])}{dots}",
             )
-
-
-def names_of_gradients(evidence: RunEvidence) -> set[str]:
-    """Return the parameters that had a gradient on any rank."""
-    return {name for _, event in evidence.run.select(BeforeStep) for name in event.grads}
 
 
 def frozen_parameters(events: list[BeforeStep]) -> set[str]:
@@ -171,7 +167,7 @@ def stops_learning(evidence: RunEvidence) -> Findings:
     log = evidence.run.ranks[0]
     if is_sharded(evidence.run.ranks):  # the part with a gradient may be another rank's
         return
-    for steps in group_events(log.select(BeforeStep), "optimizer").values():
+    for steps in steps_by_optimizer(evidence):
         moving = [step for step in steps if step.matrix_norm > 0]
         dead = [step for step in steps if moving and step.n > moving[-1].n]
         backwards = [e for e in log.select(Backward) if dead and e.n > moving[-1].n]
