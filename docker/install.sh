@@ -1,5 +1,5 @@
 #!/bin/sh
-# The steps of both images, in the folder with constraints.txt and src. Where there is no container engine they
+# The steps of both images, in the folder with constraints.txt, src and packages. Where there is no container engine they
 # work in a virtual environment too:  sh docker/install.sh
 #
 # WHEELS: where pip finds another build of torch, as PyTorch's installation page has it for CPU and for each CUDA;
@@ -16,7 +16,7 @@ install() {
 # torch first, and apart from the rest: it is by far the largest part.
 if [ -n "${WHEELS-}" ]; then export PIP_EXTRA_INDEX_URL="$WHEELS"; fi
 install setuptools torch
-install --no-build-isolation ".[$EXTRAS]"
+install --no-build-isolation ./packages/slurm-lab ".[$EXTRAS]"
 
 stepladder --version
 python -c 'import torch; print("torch", torch.__version__, "CUDA", torch.version.cuda)'

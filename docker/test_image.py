@@ -132,7 +132,7 @@ def test_an_edit_of_the_checkout_counts_in_the_container(
 ) -> None:
     """As the container for an editor has it: the checkout mounted, and before the installed package."""
     tree = tmp_path / "tree"
-    for name in ("src", "tests", "pyproject.toml"):
+    for name in ("src", "packages", "tests", "pyproject.toml"):
         source = REPOSITORY / name
         (shutil.copytree if source.is_dir() else shutil.copy)(source, tree / name)
     version = tree / "src" / "stepladder" / "__init__.py"

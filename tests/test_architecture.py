@@ -18,9 +18,11 @@ from pathlib import Path
 
 import pytest
 
+import slurm_lab
 import stepladder
 
 ROOT = Path(stepladder.__file__).parent
+SLURM_LAB = Path(slurm_lab.__file__).parent
 
 # A package imports itself and packages of lower layers, and none of its own layer.
 LAYERS = {
@@ -74,6 +76,7 @@ ALSO_READ = {
     ("tools.explain.running_job", "SLURM_JOB_ID"): "the processes of a job that it did not start",
 }
 RANK_VARIABLE = re.compile(r"(LOCAL_|GROUP_)?RANK|(LOCAL_)?WORLD_SIZE|SLURM_\w+|(PMI|OMPI|MV2)_\w+")
+
 
 MAX_FILE_LINES = 600
 MAX_LOADER_MODULES = 50
@@ -146,6 +149,15 @@ def targets_of(node: ast.Import | ast.ImportFrom) -> Iterator[str]:
             yield full if full in modules() else module
 
 
+def list_imported_names(tree: ast.Module) -> Iterator[str]:
+    """Yield the full name of everything that a module imports, at its top or in a function."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
 def package_of(module: str) -> str:
     return module.split(".")[0]
 
@@ -197,6 +209,29 @@ def test_imports_that_were_hard_to_remove_stay_away(below: str, above: str) -> N
         for a in find_imports()
         if (package_of(a.source), package_of(a.target)) == (below, above)
     ]
+
+
+def test_stepladder_imports_public_names_of_slurm_lab() -> None:
+    public = {f"slurm_lab.{name}" for name in slurm_lab.__all__}
+    used = {
+        module: {name for name in list_imported_names(tree) if name.startswith("slurm_lab")}
+        for module, tree in modules().items()
+    }
+    assert used["cli.lab"] and used["slurm.own_lab"]
+    beyond = {module: names - public for module, names in used.items() if names - public}
+    assert beyond == {}
+
+
+def test_slurm_lab_imports_nothing_but_psutil_and_pytest() -> None:
+    """So that other projects can adopt it without stepladder and without torch."""
+    allowed = {"slurm_lab", "psutil", *sys.stdlib_module_names}
+    files = sorted(SLURM_LAB.glob("*.py"))
+    assert len(files) > 10
+    for file in files:
+        names = list_imported_names(ast.parse(file.read_text(encoding="utf-8"), str(file)))
+        roots = {name.split(".")[0] for name in names}
+        plugin = {"pytest"} if file.name == "pytest_plugin.py" else set()
+        assert roots <= allowed | plugin, f"{file.name} imports {roots - allowed - plugin}"
 
 
 def test_no_module_imports_itself_in_a_circle() -> None:

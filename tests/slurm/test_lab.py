@@ -1,28 +1,26 @@
-"""A real Slurm cluster on this machine: it comes up, can be broken and mended, and leaves nothing
-behind.
+"""`stepladder lab`, the front of slurm_lab: its errors and output, and ranks on its nodes.
+
+The tests of the cluster itself are in packages/slurm-lab/tests.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import socket
 import subprocess
 import sys
-from contextlib import suppress
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import psutil
 import pytest
 
-from labs import TestLab, lab_up, why_not
-from processes import COMMAND, is_alive, refused, run, train, wait_until
+import slurm_lab
+from labs import TestLab, why_not
+from processes import is_alive, refused, run, train, wait_until
 from stepladder.core.address import validate_reachable
 from stepladder.core.errors import InputError
-from stepladder.slurm.lab import machine, prepare
 
 pytestmark = pytest.mark.ranks
 needs_lab = pytest.mark.skipif(bool(why_not()), reason=why_not())
@@ -110,93 +108,10 @@ def test_impossible_sizes_are_refused(tmp_path: Path, flags: tuple[object, ...])
     assert not list(tmp_path.iterdir())
 
 
-def test_a_daemon_is_known_though_the_machine_s_clock_was_set(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    daemon = machine.Daemon.from_pid(os.getpid())
-    program = Path(sys.executable).name
-    conf = Path("slurm.conf")
-    monkeypatch.setattr(psutil.Process, "environ", lambda _: {"SLURM_CONF": "slurm.conf"})
-    later_process = machine.Daemon(daemon.pid, daemon.born - 1)
-    assert later_process.find_process(program, conf) is None, "another one's number, used again"
-    before = psutil.Process.create_time
-    monkeypatch.setattr(psutil.Process, "create_time", lambda process: before(process) + 1)
-    assert daemon.find_process(program, conf) is not None
-
-
-def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "SBIN_FOLDERS", ())
-    monkeypatch.setenv("PATH", "/nonexistent")
-    with pytest.raises(InputError) as caught:
-        prepare.validate_programs(plain=False)
-    assert caught.value.hint == "apt-get install slurm-wlm munge iproute2 util-linux"
-    with pytest.raises(InputError) as caught:
-        prepare.validate_programs(plain=True)
-    assert caught.value.hint == "apt-get install slurm-wlm munge"
-
-
 @needs_lab
 def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
     done = run("lab", "up", "--plain", cwd=tmp_path, env={"XDG_STATE_HOME": "/proc/none"})
     refused(done, "/proc/none/stepladder/lab cannot be made", MOVED)
-
-
-@needs_lab
-def test_a_folder_that_slurm_cannot_have_is_refused(tmp_path: Path) -> None:
-    for name in ("with space", "x" * 80):
-        done = run("lab", "up", cwd=tmp_path, env={"XDG_STATE_HOME": str(tmp_path / name)})
-        refused(done, name, MOVED)
-        assert not (tmp_path / name).exists()
-
-
-@needs_lab
-def test_up_that_fails_half_way_takes_everything_down_again(tmp_path: Path) -> None:
-    program = tmp_path / "slurmd"
-    program.write_text(
-        "#!/bin/sh\n"
-        "echo fatal: nothing works on $(ip netns identify $$) at $(date +%s%N) >&2; exit 1\n"
-    )
-    program.chmod(0o755)
-    with TemporaryDirectory(prefix="lab-") as state:
-        env = {"XDG_STATE_HOME": state, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-        line = refused(run("lab", "up", cwd=tmp_path, env=env), "ended: fatal: nothing works on sl")
-        ((bridge, began_ns),) = re.findall(r" on (sl\d+)n\d+ at (\d+)", line)
-        assert not list(Path(state).iterdir())
-        # The lab of other tests, which starts meanwhile, may take the names that are free again.
-        namespaces = [part for part in network_parts(bridge) if part[0].startswith("netns")]
-        assert not [name for name, made_ns in namespaces if made_ns < int(began_ns)]
-        assert not processes_with(state)
-
-
-@pytest.mark.slow
-@needs_lab
-def test_down_leaves_nothing_even_of_a_lab_whose_daemons_were_killed(tmp_path: Path) -> None:
-    """The lab of the other tests is up too: a machine can have several."""
-    with lab_up("--nodes", 2, "--gpus", 8) as lab:
-        lab.slurm(
-            "sbatch",
-            "-N2",
-            "--gpus-per-node=8",
-            "--wrap",
-            "srun sleep 300; sleep 300",
-            cwd=tmp_path,
-        )
-        wait_until(lambda: min(node["processes"] for node in lab.nodes().values()) >= 3)
-        stored = json.loads((lab.folder / "lab.json").read_text())
-        first = f"sl{stored['layout']['number']}"
-        parts = network_parts(first)
-        assert len(parts) == 2 + 2 + 1, "two namespaces, two cables, a bridge"
-        for daemon in stored["daemons"].values():
-            os.kill(daemon["pid"], signal.SIGKILL)
-        lab.lab("up", "--nodes", 1)
-        assert list(lab.nodes()) == ["n1"]
-        second = f"sl{json.loads((lab.folder / 'lab.json').read_text())['layout']['number']}"
-        new_parts = network_parts(second)
-        assert len(new_parts) == 1 + 1 + 1
-        lab.lab("down")
-        assert not lab.folder.parent.exists()
-        assert not parts & network_parts(first) and not new_parts & network_parts(second)
-        assert not processes_with(str(lab.folder))
 
 
 KILLED = """
@@ -234,95 +149,6 @@ def test_a_killed_test_run_leaves_no_daemon() -> None:
         process.wait()
 
 
-def network_parts(bridge: str) -> set[tuple[str, int]]:
-    """A lab's namespaces and devices, with what tells them from another lab's, which may take the
-    names.
-
-    A namespace's number may be given out again at once, so it is the time at which it was made.
-    """
-    parts = {
-        (f"netns {path.name}", path.stat().st_ctime_ns) for path in Path("/run/netns").glob("*")
-    }
-    parts |= {(name, number) for number, name in socket.if_nameindex()}
-    return {part for part in parts if re.fullmatch(rf"(netns )?{bridge}(n\d+)?", part[0])}
-
-
-def processes_with(text: str) -> list[psutil.Process]:
-    """Processes in whose command or environment the text stands, other than this one's."""
-    result = []
-    for process in psutil.process_iter():
-        try:
-            arguments = [*process.cmdline(), *process.environ().values()]
-        except (psutil.Error, OSError):
-            continue
-        if process.pid != os.getpid() and any(text in word for word in arguments):
-            result.append(process)
-    return result
-
-
-# -- without root ----------------------------------------------------------------------------------
-
-NOBODY = "setpriv", "--reuid=nobody", "--regid=nogroup", "--clear-groups"
-READS_ALL = (
-    "--inh-caps=-all,+dac_read_search",
-    "--ambient-caps=-all,+dac_read_search",
-)  # but writes nothing
-
-
-@pytest.fixture
-def nobody() -> tuple[str, ...]:
-    """Words before a command that run it as an ordinary user who may read this checkout."""
-    if reason := why_not():
-        pytest.skip(reason)
-    for arguments in (NOBODY, (*NOBODY, *READS_ALL)):
-        tried = subprocess.run(
-            [*arguments, *COMMAND, "--version"], cwd="/", capture_output=True, check=False
-        )
-        if tried.returncode == 0:
-            return arguments
-    pytest.skip("an ordinary user may not read this checkout, nor be given the right")
-
-
-@pytest.mark.slow
-def test_a_plain_lab_needs_no_root(nobody: tuple[str, ...]) -> None:
-    with lab_up(
-        "--plain", "--nodes", 2, "--gpus", 2, command=(*nobody, *COMMAND), user="nobody"
-    ) as lab:
-        assert {node["address"] for node in lab.nodes().values()} == {"127.0.0.1"}
-        observed = lab.slurm(
-            "srun", "-N2", "--gpus-per-node=2", "sh", "-c", "id -un; echo $CUDA_VISIBLE_DEVICES"
-        )
-        assert sorted(observed.split()) == ["0,1", "0,1", "nobody", "nobody"]
-        lab.slurm("sbatch", "-N2", "-o/dev/null", "--wrap", "srun env -i sleep 300; sleep 300")
-        wait_until(lambda: {"slurmd", "slurmstepd", "sleep"} <= names_on("n2", lab))
-        remaining = machine.find_plain_node_processes("n2", lab.folder)
-        lab.lab("fail", "n1")
-        assert lab.nodes()["n1"]["processes"] == 0 < lab.nodes()["n2"]["processes"]
-        refused(lab.lab("cut", "n2", code=2), "needs a network per node", "as root")
-        refused(lab.lab("exec", "--node", "n2", "--", "ls", code=2), "needs a network per node")
-    assert not [process for process in remaining if is_alive(process)]
-    assert not processes_with(str(lab.folder))
-
-
-def names_on(node: str, lab: TestLab) -> set[str]:
-    names = set()
-    for process in machine.find_plain_node_processes(node, lab.folder):
-        with suppress(psutil.NoSuchProcess):
-            names.add(process.name())
-    return names
-
-
-def test_networks_without_root_are_refused(nobody: tuple[str, ...], tmp_path: Path) -> None:
-    done = run(
-        "lab",
-        "up",
-        cwd=Path("/"),
-        env={"XDG_STATE_HOME": str(tmp_path)},
-        command=(*nobody, *COMMAND),
-    )
-    refused(done, "a network per node needs root", "stepladder lab up --plain")
-
-
 def test_nodes_of_a_plain_lab_may_meet_on_the_loopback_address(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -339,3 +165,26 @@ def test_the_command_is_quick_to_explain_itself() -> None:
         "sys.exit('torch' in sys.modules or 'psutil' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+FORMER_IMPORTS = """
+import warnings
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    from stepladder.slurm.lab import machine, prepare
+    from stepladder.slurm.lab.lab import Lab
+    from stepladder.slurm.lab.layout import Layout
+import slurm_lab
+assert (Lab, Layout) == (slurm_lab.Lab, slurm_lab.Layout)
+print(*(f"{w.category.__name__}: {w.message}" for w in caught), sep="\\n")
+"""
+
+
+def test_the_former_import_path_works_and_names_its_successor() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FORMER_IMPORTS], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    [line] = done.stdout.splitlines()
+    assert line.startswith("DeprecationWarning: stepladder.slurm.lab is the package slurm_lab now")
+    assert slurm_lab.__name__ in line

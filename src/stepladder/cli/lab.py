@@ -1,25 +1,31 @@
-"""`stepladder lab`: a real Slurm cluster on this machine, for practice."""
+"""`stepladder lab`: a real Slurm cluster on this machine, for practice; a front of slurm_lab."""
 
 from __future__ import annotations
 
-import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from stepladder.cli.suggest import SuggestingGroup
 from stepladder.cli.types import AsJson, Natural, Words
 from stepladder.core.console import echo, echo_json
-from stepladder.core.errors import InputError
+from stepladder.slurm.own_lab import LAB_COMMAND, as_stepladder_error, get_lab_folder
 
 if TYPE_CHECKING:
-    from stepladder.slurm.lab.lab import Lab
+    from slurm_lab import Lab
+
+
+class LabGroup(SuggestingGroup):
+    """A group whose commands raise the errors of a lab as stepladder's."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command that was typed."""
+        with as_stepladder_error():
+            return super().invoke(ctx)
 
 
 @click.group(
-    name="lab",
-    cls=SuggestingGroup,
-    short_help="Start and break a real Slurm cluster on this machine.",
+    name="lab", cls=LabGroup, short_help="Start and break a real Slurm cluster on this machine."
 )
 def command() -> None:
     """Start a real Slurm cluster on this machine, to practise on and to break.
@@ -41,33 +47,26 @@ def up(*, nodes: Natural = 2, cpus: Natural = 4, gpus: Natural = 0, plain: bool 
         gpus: GPUs that each node claims to have.
         plain: Put all nodes on the loopback address; needs no root.
     """
-    _validate_system()
-    from stepladder.slurm.lab.prepare import prepare_lab
+    from slurm_lab import LabSize, prepare_lab, validate_system
 
-    lab = prepare_lab(nodes=nodes, cpus=cpus, gpus=gpus, plain=plain)
+    validate_system()
+    lab = prepare_lab(LabSize(nodes, cpus, gpus, plain), get_lab_folder())
     lab.up()
-    layout = lab.layout
-    names = ", ".join(node.name for node in layout.all_nodes)
-    echo(f"lab: {names} with {layout.cpus} CPUs and {layout.gpus} simulated GPUs each", err=True)
-    echo("next: stepladder lab status; stepladder lab down removes everything", err=True)
-    echo(_export_line(lab))
+    echo(f"lab: {lab.layout.describe()}", err=True)
+    echo(f"next: {LAB_COMMAND} status; {LAB_COMMAND} down removes everything", err=True)
+    echo(lab.layout.export_line)
 
 
 @command.command()
 def status(*, as_json: AsJson = False) -> None:
     """Show the nodes: state, address, processes, and whether their network is cut."""
     lab = _find_lab()
-    state = lab.status()
     if as_json:
-        echo_json(state)
+        echo_json(lab.status())
         return
-    for node in state["nodes"]:
-        cut = ", cut off" if node["cut"] else ""
-        echo(
-            f"{node['name']}  {node['state']:<10} {node['address']}"
-            f"  {node['processes']} processes{cut}"
-        )
-    echo(_export_line(lab))
+    for line in lab.describe_nodes():
+        echo(line)
+    echo(lab.layout.export_line)
 
 
 @command.command(context_settings={"ignore_unknown_options": True})
@@ -109,23 +108,9 @@ def down() -> None:
     echo("lab: down")
 
 
-def _validate_system() -> None:
-    """Raise InputError where this machine cannot run a lab."""
-    if sys.platform != "linux":
-        raise InputError(
-            f"a lab needs Linux, and this is {sys.platform}",
-            "a virtual machine with Debian or Ubuntu",
-        )
-
-
 def _find_lab() -> Lab:
     """Return the lab that runs on this machine."""
-    _validate_system()
-    from stepladder.slurm.lab.lab import Lab
+    from slurm_lab import Lab, validate_system
 
-    return Lab.load_running()
-
-
-def _export_line(lab: Lab) -> str:
-    """Return the shell command that Slurm's own commands need."""
-    return f"export SLURM_CONF={lab.layout.conf}"
+    validate_system()
+    return Lab.load_running(get_lab_folder())

@@ -11,10 +11,10 @@ import pytest
 
 from courses import EXERCISE, write_course
 from processes import started, wait_until
+from slurm_lab import Lab, Layout
 from stepladder.core.errors import InputError
 from stepladder.rank.stacks import ABORT_TEXT
-from stepladder.slurm.lab.lab import Lab, get_lab_folder
-from stepladder.slurm.lab.layout import Layout
+from stepladder.slurm.own_lab import get_lab_folder
 from stepladder.tools.learn.check import check_exercise, check_lesson, find_missing_requirement
 from stepladder.tools.learn.command import run_command
 from stepladder.tools.learn.course import Course, load_course, load_progress

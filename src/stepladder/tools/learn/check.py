@@ -122,9 +122,12 @@ def _get_timeout_s(item: Lesson | Exercise) -> float:
 def find_missing_requirement(item: Lesson | Exercise) -> str | None:
     """Return what a lesson needs and this machine lacks, or None."""
     if isinstance(item, Lesson) and "slurm" in item.needs:
-        from stepladder.slurm.lab.lab import LAB_UP_HINT, Lab
+        from slurm_lab import Lab
+        from stepladder.slurm.own_lab import LAB_UP_HINT, as_stepladder_error, get_lab_folder
 
-        return f"Slurm: {LAB_UP_HINT}" if Lab.load() is None else None
+        with as_stepladder_error():
+            lab = Lab.load(get_lab_folder())
+        return f"Slurm: {LAB_UP_HINT}" if lab is None else None
     return None
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+CLUSTER_NAME = "lab"
 LAB_PARTITION = "lab"
 URGENT_PARTITION = "urgent"
 MAX_NODES = 64
@@ -20,7 +21,6 @@ SLURM_SETTINGS = f"""\
 # No cgroups: the lab runs in containers too. More CPUs than the machine has may be declared.
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
-JobAcctGatherType=jobacct_gather/none
 SlurmdParameters=config_overrides
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
@@ -80,6 +80,7 @@ class Layout:
         ports: The port of slurmctld, and in a plain lab one for each node.
         host: The machine's host name.
         user: The user who runs Slurm.
+        accounting_port: The port of slurmdbd; 0 in a lab without accounting.
     """
 
     folder: Path
@@ -92,6 +93,7 @@ class Layout:
     ports: tuple[int, ...]
     host: str
     user: str
+    accounting_port: int = 0
 
     def validate(self, folder: Path) -> None:
         """Verify a layout that was read from a file: `lab down` removes what it names.
@@ -109,6 +111,16 @@ class Layout:
                 f"no lab has {self.nodes} nodes, number {self.number} and {len(self.ports)} ports"
             )
 
+    def describe(self) -> str:
+        """Return what the lab has, for a person."""
+        names = ", ".join(node.name for node in self.all_nodes)
+        return f"{names} with {self.cpus} CPUs and {self.gpus} simulated GPUs each"
+
+    @property
+    def export_line(self) -> str:
+        """The shell command that Slurm's own commands need."""
+        return f"export SLURM_CONF={self.conf}"
+
     @property
     def conf(self) -> Path:
         """The path of slurm.conf."""
@@ -123,6 +135,11 @@ class Layout:
     def socket(self) -> Path:
         """The path of munged's socket."""
         return self.folder / "munge.socket"
+
+    @property
+    def database(self) -> Path:
+        """The folder of the accounting database and its socket, which only this user may enter."""
+        return self.folder / "database"
 
     @property
     def bridge(self) -> str:
@@ -170,7 +187,7 @@ def make_slurm_conf(layout: Layout) -> str:
         for node in layout.all_nodes
     )
     return f"""\
-ClusterName=lab
+ClusterName={CLUSTER_NAME}
 SlurmctldHost={layout.host}({layout.address})
 SlurmctldPort={layout.ports[0]}
 SlurmUser={layout.user}
@@ -183,8 +200,40 @@ SlurmctldLogFile={folder}/slurmctld.log
 SlurmdSpoolDir={folder}/%n
 SlurmdPidFile={folder}/%n.pid
 SlurmdLogFile={folder}/%n.log
-{SLURM_SETTINGS}{nodes}
+{_make_accounting_settings(layout)}{SLURM_SETTINGS}{nodes}
 {PARTITION_LINES}"""
+
+
+def _make_accounting_settings(layout: Layout) -> str:
+    """Return the lines of slurm.conf that say where finished jobs are recorded."""
+    if not layout.accounting_port:
+        return "JobAcctGatherType=jobacct_gather/none\n"
+    return f"""\
+JobAcctGatherType=jobacct_gather/linux
+AccountingStorageType=accounting_storage/slurmdbd
+AccountingStorageHost={layout.address}
+AccountingStoragePort={layout.accounting_port}
+AccountingStoragePass={layout.socket}
+"""
+
+
+def make_slurmdbd_conf(layout: Layout) -> str:
+    """Return the content of slurmdbd.conf, the settings of Slurm's accounting daemon."""
+    folder = layout.folder
+    return f"""\
+AuthType=auth/munge
+AuthInfo=socket={layout.socket}
+DbdHost={layout.host}
+DbdAddr={layout.address}
+DbdPort={layout.accounting_port}
+SlurmUser={layout.user}
+PidFile={folder}/slurmdbd.pid
+LogFile={folder}/slurmdbd.log
+StorageType=accounting_storage/mysql
+StorageHost=localhost
+StorageUser={layout.user}
+StorageLoc=slurm_lab
+"""
 
 
 def make_gres_conf(layout: Layout) -> str:

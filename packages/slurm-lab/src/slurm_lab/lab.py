@@ -1,4 +1,4 @@
-"""The commands of a lab: up, status, fail, cut, heal, down.
+"""The commands of a lab: up, status, fail, cut, heal, exec, down.
 
 The lab's folder exists only while the lab is up. It contains a record of the layout and the
 daemons (lab.json), which every later command reads.
@@ -11,6 +11,7 @@ import os
 import shutil
 import subprocess
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -18,28 +19,25 @@ from typing import Any
 
 import psutil
 
-from stepladder.core import durable, typed_file
-from stepladder.core.errors import InputError, as_input_error, get_reason
-from stepladder.core.folders import get_state_folder, validate_ownership
-from stepladder.core.waiting import wait_until
-from stepladder.slurm.lab import machine
-from stepladder.slurm.lab.layout import (
+from slurm_lab import accounting, machine
+from slurm_lab.errors import LabError, as_lab_error, get_reason
+from slurm_lab.files import load_json, replace_file, validate_ownership
+from slurm_lab.layout import (
+    CLUSTER_NAME,
+    LAB_PARTITION,
     LAB_UP,
     Layout,
     Node,
     make_gres_conf,
     make_hosts_file,
     make_slurm_conf,
+    make_slurmdbd_conf,
 )
 
 LAB_RECORD_FILE = "lab.json"
 LAB_START_TIMEOUT_S = 180.0  # for a busy machine; a daemon that ends is noticed at once
-LAB_UP_HINT = "stepladder lab up --nodes 2"
-
-
-def get_lab_folder() -> Path:
-    """Return the folder of this user's lab."""
-    return get_state_folder() / "lab"
+POLL_INTERVAL_S = 0.05
+LAB_UP_HINT = "slurm-lab up --nodes 2"
 
 
 @dataclass
@@ -57,54 +55,62 @@ class Lab:
     # -- the record --------------------------------------------------------------------------------
 
     @staticmethod
-    def load() -> Lab | None:
-        """Return this user's lab, None if it has none.
+    def load(folder: Path) -> Lab | None:
+        """Return the lab of a folder, None if there is none.
+
+        Args:
+            folder: The folder of its files.
 
         Raises:
-            InputError: If the record is damaged, or another user's.
+            LabError: If the record is damaged, or another user's.
         """
-        file = get_lab_folder() / LAB_RECORD_FILE
+        file = folder / LAB_RECORD_FILE
         hint = f"rm -r {file.parent}, after its daemons: pgrep -af {file.parent}"
         try:
             validate_ownership(file)
-            lab = typed_file.load_json(file, Lab, hint)
+            lab = load_json(file, Lab)
         except FileNotFoundError:
             return None
+        except ValueError as error:
+            raise LabError(f"{file} cannot be used: {get_reason(error)}", hint) from error
         except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links
-            raise InputError(
+            raise LabError(
                 f"{file} cannot be used: {get_reason(error)}", "export XDG_STATE_HOME=DIR"
             ) from error
         owner = file.stat().st_uid
         if owner != os.geteuid():
-            raise InputError(f"{file} is of a lab of user {owner}", "the same command as that user")
-        with as_input_error(f"{file} cannot be used", hint, (ValueError,)):
+            raise LabError(f"{file} is of a lab of user {owner}", "the same command as that user")
+        with as_lab_error(f"{file} cannot be used", hint, (ValueError,)):
             lab.layout.validate(file.parent)
         return lab
 
     @staticmethod
-    def load_running() -> Lab:
-        """Return this user's lab.
+    def load_running(folder: Path) -> Lab:
+        """Return the lab of a folder.
+
+        Args:
+            folder: The folder of its files.
 
         Raises:
-            InputError: If it has none.
+            LabError: If there is none.
         """
-        lab = Lab.load()
+        lab = Lab.load(folder)
         if lab is None:
-            file = get_lab_folder() / LAB_RECORD_FILE
-            raise InputError(f"no lab is up: there is no {file}", LAB_UP_HINT)
+            file = folder / LAB_RECORD_FILE
+            raise LabError(f"no lab is up: there is no {file}", LAB_UP_HINT)
         return lab
 
     def save(self) -> None:
         """Write the record."""
         record = json.dumps(asdict(self), indent=1, default=str)
-        durable.write(self.layout.folder / LAB_RECORD_FILE, f"{record}\n", mode=0o644)
+        replace_file(self.layout.folder / LAB_RECORD_FILE, f"{record}\n", mode=0o644)
 
     # -- up and down -------------------------------------------------------------------------------
 
     def up(self) -> None:
         """Start everything, and wait until all nodes are idle; take it down again on an error."""
-        hint = "export XDG_STATE_HOME=$(mktemp -d); stepladder lab up"
-        with as_input_error(f"{self.layout.folder} cannot be made", hint):
+        hint = "export XDG_STATE_HOME=$(mktemp -d); slurm-lab up"
+        with as_lab_error(f"{self.layout.folder} cannot be made", hint):
             self.layout.folder.mkdir(parents=True, mode=0o755)
         try:
             self.daemons[LAB_UP] = machine.Daemon.from_pid(os.getpid())
@@ -113,9 +119,9 @@ class Lab:
                 self._create_networks()
             self._write_files()
             self._start("munged", self._make_munged_command())
-            while not self.layout.socket.exists():
-                self._check_daemons()
-                time.sleep(0.02)
+            self._wait(self.layout.socket.exists, lambda: "munged has made no socket")
+            if self.layout.accounting_port:
+                self._start_accounting()
             self._start("slurmctld", ["slurmctld", "-D", "-c"])
             for node in self.layout.all_nodes:
                 self._start_node(node)
@@ -131,11 +137,11 @@ class Lab:
         """Remove everything: processes, namespaces, bridge, mounts and files.
 
         Raises:
-            InputError: If another process is starting the lab.
+            LabError: If another process is starting the lab.
         """
         if self.find_process(LAB_UP) is not None:
             pid = self.daemons[LAB_UP].pid
-            raise InputError(f"process {pid} is starting this lab", f"wait for it, or kill {pid}")
+            raise LabError(f"process {pid} is starting this lab", f"wait for it, or kill {pid}")
         machine.kill_all(self._find_daemons)
         for node in self.layout.all_nodes:
             machine.kill_all(lambda node=node: self.find_processes(node))  # type: ignore[misc]
@@ -143,7 +149,7 @@ class Lab:
             with machine.lock_networks():
                 machine.remove_networks(self.layout)
         shutil.rmtree(self.layout.folder)
-        with suppress(OSError):  # not empty: stepladder has other files there
+        with suppress(OSError):  # not empty: the program has other files there
             self.layout.folder.parent.rmdir()
 
     def _create_networks(self) -> None:
@@ -161,6 +167,9 @@ class Lab:
         layout.hosts.write_text(make_hosts_file(layout), encoding="utf-8")
         (layout.folder / "gres.conf").write_text(make_gres_conf(layout), encoding="utf-8")
         layout.conf.write_text(make_slurm_conf(layout), encoding="utf-8")
+        # Only slurmdbd reads it, and it reads none that others could read.
+        if layout.accounting_port:
+            replace_file(layout.folder / "slurmdbd.conf", make_slurmdbd_conf(layout), mode=0o600)
 
     def _make_munged_command(self) -> list[str]:
         """Return the command of the lab's own munged: the system's need not run.
@@ -183,6 +192,22 @@ class Lab:
         self.daemons[name] = machine.start_daemon(command, log, variables)
         self.save()
 
+    def _start_accounting(self) -> None:
+        """Start the database and slurmdbd, and register the lab there as a cluster."""
+        accounting.create_database(self.layout)
+        socket = self.layout.database / "socket"
+        self._start("mariadbd", accounting.make_database_command(self.layout))
+        self._wait(socket.exists, lambda: "the database has made no socket")
+        # The client library of the database reads the variable; slurmdbd.conf has no such setting.
+        self._start("slurmdbd", ["slurmdbd", "-D"], MYSQL_UNIX_PORT=str(socket))
+        self._wait(self._register_cluster, lambda: "slurmdbd does not answer")
+
+    def _register_cluster(self) -> bool:
+        """Add the cluster to slurmdbd's database, and return whether it is there."""
+        self.run_slurm("sacctmgr", "--immediate", "add", "cluster", CLUSTER_NAME)
+        clusters = self.run_slurm("sacctmgr", "--noheader", "show", "cluster", "format=cluster")
+        return CLUSTER_NAME in clusters.split()
+
     def _start_node(self, node: Node) -> None:
         command = ["slurmd", "-D", "-N", node.name]
         if not self.layout.plain:
@@ -194,29 +219,41 @@ class Lab:
         """Wait until slurmctld reports every node as idle.
 
         Raises:
-            InputError: If a daemon ends, or a node is not idle in time.
+            LabError: If a daemon ends, or a node is not idle in time.
         """
-        if not wait_until(self._is_idle, LAB_START_TIMEOUT_S):
-            raise InputError(
-                f"after {LAB_START_TIMEOUT_S:g} s the nodes are {self.read_states()}",
-                "try again, or --plain",
-            )
+        self._wait(
+            lambda: set(self.read_states().values()) == {"idle"},
+            lambda: f"the nodes are {self.read_states()}",
+        )
 
-    def _is_idle(self) -> bool:
-        if set(self.read_states().values()) == {"idle"}:
-            return True
-        self._check_daemons()
-        return False
+    def _wait(self, predicate: Callable[[], bool], problem: Callable[[], str]) -> None:
+        """Wait until something is the case.
+
+        Args:
+            predicate: What is asked, until it returns True.
+            problem: Returns what is wrong if it takes longer than LAB_START_TIMEOUT_S.
+
+        Raises:
+            LabError: If a daemon ends, or it takes too long.
+        """
+        deadline = time.monotonic() + LAB_START_TIMEOUT_S
+        while not predicate():
+            self._check_daemons()
+            if time.monotonic() > deadline:
+                raise LabError(
+                    f"after {LAB_START_TIMEOUT_S:g} s {problem()}", "try again, or --plain"
+                )
+            time.sleep(POLL_INTERVAL_S)
 
     def _check_daemons(self) -> None:
-        """Raise InputError with the last message of a daemon that has ended."""
+        """Raise LabError with the last message of a daemon that has ended."""
         for name in self.daemons:
             if name != LAB_UP and self.find_process(name) is None:
                 log = self.layout.folder / f"{name}.out"
                 lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
                 errors = [line for line in lines if "fatal" in line or "rror" in line]
                 message = (errors or lines or ["it said nothing"])[-1]
-                raise InputError(f"{name} ended: {message}", "stepladder lab up --plain")
+                raise LabError(f"{name} ended: {message}", "slurm-lab up --plain")
 
     # -- while it is up ----------------------------------------------------------------------------
 
@@ -234,7 +271,7 @@ class Lab:
     def read_states(self) -> dict[str, str]:
         """Return each node's state in Slurm: idle, mixed, down; down* if it does not answer."""
         output = self.run_slurm(
-            "sinfo", "--noheader", "--Node", "--partition=lab", "--format=%N %T"
+            "sinfo", "--noheader", "--Node", f"--partition={LAB_PARTITION}", "--format=%N %T"
         )
         states = dict(line.split() for line in output.splitlines())
         return {node.name: states.get(node.name, "unknown") for node in self.layout.all_nodes}
@@ -257,19 +294,28 @@ class Lab:
         ]
         return {"slurm_conf": str(self.layout.conf), "plain": plain, "nodes": nodes}
 
+    def describe_nodes(self) -> list[str]:
+        """Return a line for each node: its state, address and processes."""
+        lines = []
+        for node in self.status()["nodes"]:
+            cut = ", cut off" if node["cut"] else ""
+            lines.append(
+                f"{node['name']}  {node['state']:<10} {node['address']}"
+                f"  {node['processes']} processes{cut}"
+            )
+        return lines
+
     def find_node(self, name: str) -> Node:
         """Return the node of a name.
 
         Raises:
-            InputError: If there is none.
+            LabError: If there is none.
         """
         for node in self.layout.all_nodes:
             if node.name == name:
                 return node
         names = ", ".join(node.name for node in self.layout.all_nodes)
-        raise InputError(
-            f"the lab has no node {name!r}; its nodes are {names}", "stepladder lab status"
-        )
+        raise LabError(f"the lab has no node {name!r}; its nodes are {names}", "slurm-lab status")
 
     def find_process(self, name: str) -> psutil.Process | None:
         """Return a daemon's process, None if it has ended."""
@@ -326,12 +372,12 @@ class Lab:
             self._require_networks("exec --node")
             command = machine.make_node_command(self.layout, self.find_node(name), command)
         os.environ["SLURM_CONF"] = str(self.layout.conf)
-        with as_input_error(command[0], "stepladder lab exec -- srun -N2 hostname"):
+        with as_lab_error(command[0], "slurm-lab exec -- srun -N2 hostname"):
             os.execvp(command[0], command)
 
     def _require_networks(self, subcommand: str) -> None:
         if self.layout.plain:
-            raise InputError(
+            raise LabError(
                 f"`lab {subcommand}` needs a network per node, and this lab is --plain",
-                f"stepladder lab down && {LAB_UP_HINT}, as root",
+                f"slurm-lab down && {LAB_UP_HINT}, as root",
             )

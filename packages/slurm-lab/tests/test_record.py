@@ -1,6 +1,4 @@
-"""lab.json says what `lab down` ends and removes: only what is a lab's, and only as a record of our
-own has it.
-"""
+"""lab.json says what `slurm-lab down` ends and removes, so it must be a record of this program."""
 
 from __future__ import annotations
 
@@ -13,10 +11,9 @@ from typing import Any
 
 import pytest
 
-from processes import refused, run
-from stepladder.slurm.lab.lab import Lab
-from stepladder.slurm.lab.layout import Layout
-from stepladder.slurm.lab.machine import Daemon
+from lab_commands import expect_refusal, run
+from slurm_lab import Lab, Layout
+from slurm_lab.machine import Daemon
 
 ROOT = os.geteuid() == 0
 
@@ -24,7 +21,7 @@ ROOT = os.geteuid() == 0
 @pytest.fixture
 def lab(tmp_path: Path) -> Lab:
     """The record of a plain lab that was up before the machine was started again."""
-    folder = tmp_path / "stepladder" / "lab"
+    folder = tmp_path / "slurm-lab" / "lab"
     folder.mkdir(parents=True)
     lab_of_layout = Lab(Layout(folder, 1, 1, 0, 100, True, 0, (1, 2), "here", "me"))
     lab_of_layout.save()
@@ -40,9 +37,7 @@ def stranger() -> Iterator[subprocess.Popen[bytes]]:
 
 
 def down(lab: Lab) -> subprocess.CompletedProcess[str]:
-    return run(
-        "lab", "down", cwd=Path("/"), env={"XDG_STATE_HOME": str(lab.layout.folder.parents[1])}
-    )
+    return run("down", state=lab.layout.folder.parents[1])
 
 
 def change(lab: Lab, edit: Callable[[dict[str, Any]], object]) -> None:
@@ -54,13 +49,13 @@ def change(lab: Lab, edit: Callable[[dict[str, Any]], object]) -> None:
 
 def test_a_lab_whose_processes_are_gone_goes_down(lab: Lab, tmp_path: Path) -> None:
     assert down(lab).returncode == 0
-    assert not list(tmp_path.iterdir())[1:] and not (tmp_path / "stepladder").exists()
+    assert not list(tmp_path.iterdir())[1:] and not (tmp_path / "slurm-lab").exists()
 
 
 def test_no_other_folder_is_removed(lab: Lab, tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     change(lab, lambda record: record["layout"].update(folder=str(tmp_path / "mine")))
-    refused(down(lab), "lab.json cannot be used", f"it is of a lab in {tmp_path / 'mine'}")
+    expect_refusal(down(lab), "lab.json cannot be used", f"it is of a lab in {tmp_path / 'mine'}")
     assert (tmp_path / "mine").exists() and lab.layout.folder.exists()
 
 
@@ -78,7 +73,7 @@ def test_no_process_is_killed_but_a_daemon_of_the_lab(
 def test_a_lab_that_is_coming_up_is_left_alone(lab: Lab, stranger: subprocess.Popen[bytes]) -> None:
     lab.daemons["up"] = Daemon.from_pid(stranger.pid)
     lab.save()
-    refused(down(lab), f"process {stranger.pid} is starting this lab")
+    expect_refusal(down(lab), f"process {stranger.pid} is starting this lab")
     assert stranger.poll() is None and lab.layout.folder.exists()
 
 
@@ -111,32 +106,32 @@ DAMAGES: dict[str, Callable[[dict[str, Any]], object]] = {
 @pytest.mark.parametrize("message", DAMAGES)
 def test_a_damaged_record_is_one_line(message: str, lab: Lab) -> None:
     change(lab, DAMAGES[message])
-    refused(down(lab), "lab.json cannot be used", message, f"rm -r {lab.layout.folder}")
+    expect_refusal(down(lab), "lab.json cannot be used", message, f"rm -r {lab.layout.folder}")
     assert lab.layout.folder.exists()
 
 
 def test_a_record_that_is_no_file_of_json_is_one_line(lab: Lab) -> None:
     file = lab.layout.folder / "lab.json"
     file.write_text(file.read_text()[:-20])
-    refused(down(lab), "lab.json cannot be used: it is not JSON")
+    expect_refusal(down(lab), "lab.json cannot be used: it is not JSON")
     file.unlink()
     os.mkfifo(file)
-    refused(down(lab), "lab.json")
+    expect_refusal(down(lab), "lab.json")
     file.unlink()
     file.mkdir()
-    refused(down(lab), "lab.json cannot be used: Is a directory")
+    expect_refusal(down(lab), "lab.json cannot be used: Is a directory")
 
 
 def test_a_record_that_others_may_write_is_not_used(lab: Lab) -> None:
     (lab.layout.folder / "lab.json").chmod(0o666)
-    refused(down(lab), "others may write", "chmod go-w")
+    expect_refusal(down(lab), "others may write", "chmod go-w")
     (lab.layout.folder / "lab.json").chmod(0o644)
     lab.layout.folder.chmod(0o777)
-    refused(down(lab), "others may write", "chmod go-w")
+    expect_refusal(down(lab), "others may write", "chmod go-w")
 
 
 @pytest.mark.skipif(not ROOT, reason="only root gives files away")
 def test_a_record_of_another_user_is_not_used(lab: Lab) -> None:
     os.chown(lab.layout.folder / "lab.json", 65534, 65534)
-    refused(down(lab), "user 65534 owns")
+    expect_refusal(down(lab), "user 65534 owns")
     assert lab.layout.folder.exists()

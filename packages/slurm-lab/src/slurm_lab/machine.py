@@ -21,8 +21,8 @@ from pathlib import Path
 
 import psutil
 
-from stepladder.core.errors import InputError
-from stepladder.slurm.lab.layout import LAB_UP, Layout, Node
+from slurm_lab.errors import LabError
+from slurm_lab.layout import LAB_UP, Layout, Node
 
 NAMESPACES_FOLDER = Path("/run/netns")
 # Not `ip netns exec`, which mounts /sys again without the cgroups, so that slurmd does not start.
@@ -32,7 +32,7 @@ NODE_SETUP_SCRIPT = (
 KILL_TIMEOUT_S = 60.0
 SBIN_FOLDERS = ("/usr/sbin", "/sbin", "/usr/local/sbin")  # not on every user's PATH
 DAEMON_VARIABLES = ("HOME", "LANG", "TMPDIR", "USER")
-NO_NETWORKS_HINT = "stepladder lab up --plain, where this machine gives out no networks"
+NO_NETWORKS_HINT = "slurm-lab up --plain, where this machine gives out no networks"
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,6 @@ def start_daemon(command: list[str], log: Path, env: dict[str, str]) -> Daemon:
         env: Environment variables. Besides them the daemon gets only DAEMON_VARIABLES: a job brings
             the variables that it needs.
 
-
     Returns:
         The daemon.
     """
@@ -110,6 +109,10 @@ def start_daemon(command: list[str], log: Path, env: dict[str, str]) -> Daemon:
             stderr=output,
             start_new_session=True,
         )
+    # The kernel shows the arguments of the new program, by which it is found later, a moment after
+    # Popen has returned.
+    while process.poll() is None and not Path(f"/proc/{process.pid}/cmdline").read_bytes():
+        time.sleep(0.001)
     return Daemon.from_pid(process.pid)
 
 
@@ -175,11 +178,11 @@ def _run_ip(*arguments: str) -> None:
     """Run the command `ip`.
 
     Raises:
-        InputError: If it fails, as it does without the necessary rights.
+        LabError: If it fails, as it does without the necessary rights.
     """
     process = subprocess.run(["ip", *arguments], capture_output=True, text=True, check=False)
     if process.returncode != 0:
-        raise InputError(
+        raise LabError(
             f"`ip {' '.join(arguments)}` failed: {process.stderr.strip()}", NO_NETWORKS_HINT
         )
 
@@ -241,7 +244,6 @@ def remove_networks(layout: Layout) -> None:
     existing = psutil.net_if_addrs()
     # The kernel removes a namespace and its cable a moment after the last process has ended, so the
     # cable may be there or not, and an error is ignored.
-
     for device in [*(node.device for node in layout.all_nodes), layout.bridge]:
         if device in existing:
             subprocess.run(["ip", "link", "del", device], capture_output=True, check=False)
