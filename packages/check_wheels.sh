@@ -35,7 +35,10 @@ for path in "$others"/*; do
     esac
 done
 echo "$folder/others" > "$site/others.pth"
-"${pip[@]}" --python "$folder/both" install --no-index --find-links "$folder/wheels" stepladder
+"${pip[@]}" -q --python "$folder/both" install --no-index --find-links "$folder/wheels" stepladder
 cd /
-XDG_STATE_HOME="$folder/state" "$folder/both/bin/stepladder" lab status 2>&1 | grep 'no lab is up'
+if message=$(XDG_STATE_HOME="$folder/state" "$folder/both/bin/stepladder" lab status 2>&1); then
+    exit 1  # there is no lab
+fi
+[[ $message == *"no lab is up"*"HINT: stepladder lab up"* ]]
 "$folder/both/bin/slurm-lab" --version

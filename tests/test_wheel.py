@@ -63,18 +63,20 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     # A build in the checkout would leave files there.
     for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy(REPOSITORY / name, source)
-    for name in ("src", "lessons", "docs"):
+    for name in ("src", "packages", "lessons", "docs"):
         shutil.copytree(
             REPOSITORY / name,
             source / name,
             ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"),
         )
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
-    done(*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", folder, source, cwd=folder)
-    [wheel] = folder.glob("*.whl")
+    sources = source, source / "packages" / "slurm-lab"
+    done(*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", folder, *sources, cwd=folder)
+    wheels = sorted(folder.glob("*.whl"))
+    assert [wheel.name.split("-")[0] for wheel in wheels] == ["slurm_lab", "stepladder"]
     environment = folder / "environment"
     done(sys.executable, "-m", "venv", "--without-pip", environment, cwd=folder)
-    done(*pip, "--python", environment, "install", "--no-deps", "--no-index", wheel, cwd=folder)
+    done(*pip, "--python", environment, "install", "--no-deps", "--no-index", *wheels, cwd=folder)
     [packages] = environment.glob("lib/python*/site-packages")
     (packages / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
     shutil.rmtree(source)
