@@ -259,7 +259,7 @@ def test_what_its_own_module_alone_uses_has_a_private_name() -> None:
     """A public name stands in another file as well, be it a test or a page."""
     paths = [
         path
-        for folder in ("src", "tests", "benchmarks", "lessons", "docs")
+        for folder in ("src", "packages", "tests", "benchmarks", "lessons", "docs")
         for path in (REPOSITORY / folder).rglob("*")
         if path.suffix in (".py", ".md", ".toml") and path.stem not in ("log", "log-archive")
     ]
@@ -272,7 +272,8 @@ def test_what_its_own_module_alone_uses_has_a_private_name() -> None:
     lonely = {
         f"{name}: {definition}"
         for name in words
-        if name.startswith("src/") and name.endswith(".py") and not name.startswith(WITH_RULES)
+        if name.startswith(("src/", "packages/")) and "/tests/" not in name
+        if name.endswith(".py") and not name.startswith(WITH_RULES)
         for definition in public_definitions(REPOSITORY / name)
         if files[definition] == 1
     }

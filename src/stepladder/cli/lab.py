@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from slurm_lab import Lab
 
 
-class LabGroup(SuggestingGroup):
+class _LabGroup(SuggestingGroup):
     """A group whose commands raise the errors of a lab as stepladder's."""
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -25,7 +25,7 @@ class LabGroup(SuggestingGroup):
 
 
 @click.group(
-    name="lab", cls=LabGroup, short_help="Start and break a real Slurm cluster on this machine."
+    name="lab", cls=_LabGroup, short_help="Start and break a real Slurm cluster on this machine."
 )
 def command() -> None:
     """Start a real Slurm cluster on this machine, to practise on and to break.

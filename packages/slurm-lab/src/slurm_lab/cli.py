@@ -23,7 +23,7 @@ packages slurm-wlm and munge.
 """
 
 
-class LabParser(argparse.ArgumentParser):
+class _LabParser(argparse.ArgumentParser):
     """A parser whose errors are one line with a hint, as all errors of the command."""
 
     def error(self, message: str) -> NoReturn:
@@ -41,7 +41,7 @@ def main(args: list[str] | None = None) -> int:
         The exit code.
     """
     try:
-        options = make_parser().parse_args(args)
+        options = _make_parser().parse_args(args)
         options.run(options)
         sys.stdout.flush()
     except LabError as error:
@@ -55,14 +55,14 @@ def main(args: list[str] | None = None) -> int:
     return DONE
 
 
-def make_parser() -> argparse.ArgumentParser:
+def _make_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line, whose result has the function to call in `run`."""
-    parser = LabParser(prog="slurm-lab", description=DESCRIPTION)
+    parser = _LabParser(prog="slurm-lab", description=DESCRIPTION)
     parser.add_argument("--version", action="version", version=f"slurm-lab {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     up = commands.add_parser("up", help="start the cluster, and print the line that a shell needs")
-    up.set_defaults(run=start)
+    up.set_defaults(run=_start)
     up.add_argument("--nodes", type=int, default=2, help="number of nodes: n1, n2, ... [2]")
     up.add_argument("--cpus", type=int, default=4, help="CPUs that each node claims to have [4]")
     up.add_argument("--gpus", type=int, default=0, help="GPUs that each node claims to have [0]")
@@ -72,18 +72,18 @@ def make_parser() -> argparse.ArgumentParser:
     )
 
     status = commands.add_parser("status", help="show each node's state, address and processes")
-    status.set_defaults(run=show_status)
+    status.set_defaults(run=_show_status)
     status.add_argument("--json", action="store_true", help="as one JSON object")
 
     execute = commands.add_parser("exec", help="run a command with SLURM_CONF set")
-    execute.set_defaults(run=execute_command)
+    execute.set_defaults(run=_execute_command)
     execute.add_argument("--node", help="on this node, with its network, host name and address")
     execute.add_argument("command", nargs=argparse.REMAINDER, metavar="-- CMD...")
 
     node_commands = {
-        "fail": (fail_node, "kill everything on a node, as a loss of power does"),
-        "cut": (cut_node, "cut a node off the network; its processes continue"),
-        "heal": (heal_node, "connect a node again, and start its slurmd if it was killed"),
+        "fail": (_fail_node, "kill everything on a node, as a loss of power does"),
+        "cut": (_cut_node, "cut a node off the network; its processes continue"),
+        "heal": (_heal_node, "connect a node again, and start its slurmd if it was killed"),
     }
     for name, (function, text) in node_commands.items():
         node_command = commands.add_parser(name, help=text)
@@ -91,11 +91,11 @@ def make_parser() -> argparse.ArgumentParser:
         node_command.add_argument("node")
 
     down = commands.add_parser("down", help="end the cluster and all its jobs, remove its files")
-    down.set_defaults(run=stop)
+    down.set_defaults(run=_stop)
     return parser
 
 
-def start(options: argparse.Namespace) -> None:
+def _start(options: argparse.Namespace) -> None:
     """Start a cluster."""
     from slurm_lab import LabSize, prepare_lab, validate_system
 
@@ -116,7 +116,7 @@ def start(options: argparse.Namespace) -> None:
     print(lab.layout.export_line)
 
 
-def show_status(options: argparse.Namespace) -> None:
+def _show_status(options: argparse.Namespace) -> None:
     """Print the state of the nodes."""
     lab = _find_lab()
     if options.json:
@@ -127,7 +127,7 @@ def show_status(options: argparse.Namespace) -> None:
     print(lab.layout.export_line)
 
 
-def execute_command(options: argparse.Namespace) -> None:
+def _execute_command(options: argparse.Namespace) -> None:
     """Replace this process by a command."""
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
     if not command:
@@ -135,24 +135,24 @@ def execute_command(options: argparse.Namespace) -> None:
     _find_lab().run_command(command, options.node)
 
 
-def fail_node(options: argparse.Namespace) -> None:
+def _fail_node(options: argparse.Namespace) -> None:
     """Kill all processes of a node."""
     print(f"{options.node}: {_find_lab().fail(options.node)} processes killed")
 
 
-def cut_node(options: argparse.Namespace) -> None:
+def _cut_node(options: argparse.Namespace) -> None:
     """Pull the network cable of a node."""
     _find_lab().cut(options.node)
     print(f"{options.node}: cut off")
 
 
-def heal_node(options: argparse.Namespace) -> None:
+def _heal_node(options: argparse.Namespace) -> None:
     """Restore the power and the network cable of a node."""
     _find_lab().heal(options.node)
     print(f"{options.node}: cable in, slurmd running")
 
 
-def stop(options: argparse.Namespace) -> None:
+def _stop(options: argparse.Namespace) -> None:
     """End the cluster."""
     _find_lab().down()
     print("lab: down")

@@ -16,7 +16,7 @@ import psutil
 from slurm_lab.lab import Lab
 
 
-def guard_cluster(pid: int, state: Path) -> None:
+def _guard_cluster(pid: int, state: Path) -> None:
     """Wait for the end of a process, then remove its cluster.
 
     Args:
@@ -32,4 +32,4 @@ def guard_cluster(pid: int, state: Path) -> None:
 
 
 if __name__ == "__main__":
-    guard_cluster(int(sys.argv[1]), Path(sys.argv[2]))
+    _guard_cluster(int(sys.argv[1]), Path(sys.argv[2]))

@@ -80,7 +80,7 @@ def prepare_lab(size: LabSize, folder: Path) -> Lab:
     _validate_folder(folder)
     _remove_stale_lab(folder)
     num_ports = 1 + size.nodes if size.plain else 1
-    ports = find_free_ports(num_ports + 1)
+    ports = _find_free_ports(num_ports + 1)
     layout = Layout(
         folder,
         size.nodes,
@@ -146,7 +146,7 @@ def can_have_networks() -> bool:
     return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
-def find_free_ports(count: int) -> tuple[int, ...]:
+def _find_free_ports(count: int) -> tuple[int, ...]:
     """Return several free TCP ports."""
     # A generator of its own: a seed that the user has set would choose the same ports for two labs.
     candidates = random.SystemRandom().sample(FREE_PORT_RANGE, len(FREE_PORT_RANGE))
