@@ -151,7 +151,9 @@ def test_the_step_installs_a_stepladder_that_trains(tmp_path: Path) -> None:
         step_of_dockerfile(), cwd=image, env=env, command=("sh", "-euc"), timeout=2 * SECONDS
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "Successfully installed stepladder" in done.stdout
+    assert re.search(
+        r"^Successfully installed slurm-lab-\S+ stepladder-", done.stdout, re.MULTILINE
+    )
 
     trained = run(
         "train", "mlp", "--steps", 2, cwd=tmp_path, env=env, command=(f"{venv}/bin/stepladder",)
