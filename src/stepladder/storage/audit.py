@@ -103,15 +103,11 @@ class Audit:
         """Return what `audit --json` prints."""
         return {
             "schema": 1,
-            "epochs": [asdict(epoch) for epoch in self.epochs],
+            **asdict(self),
             "lost": self.lost,
             "repeated": self.repeated,
-            "superseded": self.superseded,
-            "attempts": self.attempts,
             "changes": self.changes,
-            "history": [asdict(change) for change in self.history],
             "ok": self.ok,
-            "problems": self.problems,
         }
 
 

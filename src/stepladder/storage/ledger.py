@@ -208,8 +208,7 @@ class Ledger:
                 os.fsync(self.file.fileno())
 
     def _format_steps(self) -> list[str]:
-        is_single = len(self.indices) == 1  # then no copy is needed
-        indices = self.indices[0] if is_single else np.concatenate([NO_INDICES, *self.indices])
+        indices = np.concatenate([NO_INDICES, *self.indices])
         counts = [count for _, _, count in self.steps]
         digests = compute_digests(indices, counts).tolist()
         lines = []

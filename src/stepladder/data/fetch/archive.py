@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PureWindowsPath
 from tempfile import TemporaryDirectory
-from typing import Any, Literal
+from typing import Any
 
 from stepladder.core import durable
 from stepladder.core.errors import InputError, as_input_error
@@ -32,13 +32,15 @@ class _ArchiveMember:
     Args:
         name: Its path in the archive.
         size: Its size in bytes.
-        kind: "other" is a link or a device.
+        is_file: Whether it is a regular file.
+        is_special: Whether it is neither a file nor a folder, but a link or a device.
         open: Returns a stream of a file's bytes.
     """
 
     name: str
     size: int
-    kind: Literal["file", "folder", "other"]
+    is_file: bool
+    is_special: bool
     open: Callable[[], Any]
 
 
@@ -80,20 +82,16 @@ def open_archive(path: Path) -> Iterator[list[_ArchiveMember]]:
 def _make_zip_member(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> _ArchiveMember:
     # info.is_dir() fails on an empty name, which a damaged archive may have.
     is_folder = info.filename.endswith("/")
-    kind: Literal["file", "folder", "other"] = "folder" if is_folder else "file"
-    file_type = stat.S_IFMT(info.external_attr >> 16)
-    if file_type not in (0, stat.S_IFREG, stat.S_IFDIR):
-        kind = "other"
-    return _ArchiveMember(info.filename, info.file_size, kind, partial(archive.open, info))
+    is_special = stat.S_IFMT(info.external_attr >> 16) not in (0, stat.S_IFREG, stat.S_IFDIR)
+    is_file = not is_folder and not is_special
+    opener = partial(archive.open, info)
+    return _ArchiveMember(info.filename, info.file_size, is_file, is_special, opener)
 
 
 def _make_tar_member(archive: tarfile.TarFile, info: tarfile.TarInfo) -> _ArchiveMember:
-    kind: Literal["file", "folder", "other"] = "other"
-    if info.isreg():
-        kind = "file"
-    elif info.isdir():
-        kind = "folder"
-    return _ArchiveMember(info.name, info.size, kind, partial(archive.extractfile, info))
+    is_special = not info.isreg() and not info.isdir()
+    opener = partial(archive.extractfile, info)
+    return _ArchiveMember(info.name, info.size, info.isreg(), is_special, opener)
 
 
 def unpack(archive: Path, folder: Path) -> None:
@@ -109,9 +107,7 @@ def unpack(archive: Path, folder: Path) -> None:
     with open_archive(archive) as members:
         _validate_members(archive, members)
         prefix = f"{folder.name}/"
-        files = {
-            member.name.removeprefix(prefix): member for member in members if member.kind == "file"
-        }
+        files = {member.name.removeprefix(prefix): member for member in members if member.is_file}
         if all(_has_size(folder / name, member.size) for name, member in files.items()):
             return
         with (
@@ -134,7 +130,7 @@ def _validate_members(archive: Path, members: list[_ArchiveMember]) -> None:
     """Raise InputError for the first member whose name or kind could reach outside the folder."""
     for member in members:
         path = PureWindowsPath(member.name)  # it knows both separators, and drives
-        if member.kind == "other" or path.anchor or ".." in path.parts:
+        if member.is_special or path.anchor or ".." in path.parts:
             raise InputError(
                 f"{archive} is refused: its member {member.name!r} is a link or would land outside",
                 "delete the archive and fetch it from a source you trust",

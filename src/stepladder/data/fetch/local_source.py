@@ -67,7 +67,7 @@ def _find_in_file(source: Path, names: list[str], stack: ExitStack) -> dict[str,
     if is_archive(source):
         members = stack.enter_context(open_archive(source))
         for member in members:
-            if member.kind == "file":
+            if member.is_file:
                 openers[PurePosixPath(member.name).name] = member.open
     if len(names) == 1:  # the only file, perhaps an archive itself, under another name
         openers.setdefault(names[0], partial(source.open, "rb"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -121,13 +122,8 @@ class FileRows(OpenedSource):
         self.starts: IndexArray = np.cumsum([0, *counts])
         num_bytes = sum(file.size for file in files)
         rows = options.chunk_rows or max(1, CHUNK_BYTES * total // max(1, num_bytes))
-        edges = []
-        first = 0
-        for count in counts:
-            edges.append(np.arange(first, first + count, rows, dtype=np.int64))
-            first += count
-        edges.append(np.array([total], np.int64))
-        super().__init__(files, np.concatenate(edges), options)
+        edges = [np.arange(lo, hi, rows) for lo, hi in pairwise(self.starts.tolist())]
+        super().__init__(files, np.concatenate([*edges, [total]]), options)
 
     def count_rows(self, number: int) -> int:
         """Return the number of rows of a file."""
