@@ -89,6 +89,11 @@ class Mapped(_DerivedSource):
         InputError: The other source is none.
     """
 
+    def __init__(
+        self, source: Source, function: Callable[[Any], Any], *, key: str | None = None
+    ) -> None:
+        super().__init__(source, function, key=key)
+
     def __len__(self) -> int:
         """Return the number of samples."""
         return len(self.source)
