@@ -32,6 +32,8 @@ SEEDS_OF_NUMPY = 1 << 32
 
 RunLayer = Callable[[str, WrappedCall, WrappedCall], Any]
 
+running_synchronized = NestingDepth()
+
 
 class NoisyLayers:
     """Wrappers of the functions whose results differ by rank.
@@ -85,9 +87,6 @@ def wrap_layers(run: RunLayer) -> None:
     wrap(functional, "scaled_dot_product_attention", layers.run_attention)
     wrap(functional, "batch_norm", layers.run_batch_norm)
     wrap(nn.SyncBatchNorm, "forward", call_synchronized)
-
-
-running_synchronized = NestingDepth()
 
 
 def call_synchronized(call: WrappedCall) -> Any:
