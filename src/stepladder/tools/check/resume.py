@@ -208,9 +208,13 @@ def trained_batches(log: RankLog) -> list[Samples]:
 
 
 def trained_inputs(log: RankLog) -> list[Samples]:
-    """Return the trained batches; without a loader, what goes into the model, as far as known."""
-    inputs = recorded_training_calls(log)
-    return trained_batches(log) or [tuple(call.rows) for call in inputs]
+    """Return the trained batches; without a loader, what goes into the model, as far as known.
+
+    A start is ended between a call of the model and its backward pass: that call is not trained.
+    """
+    end = max((event.n for event in log.select(Backward)), default=0)
+    inputs = [tuple(call.rows) for call in recorded_training_calls(log) if call.n < end]
+    return trained_batches(log) or inputs
 
 
 def samples_trained_in(*passes: LoaderPass) -> list[Samples]:
