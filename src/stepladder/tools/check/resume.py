@@ -85,7 +85,7 @@ class ResumedRun:
     @cached_property
     def batches_before(self) -> list[Samples]:
         """The batches that were trained before the snapshot."""
-        return [samples for log in self.before for samples in trained_inputs(log)]
+        return [samples for log in self.before for samples in trained_batches(log)]
 
     @property
     def numbered(self) -> str:
@@ -95,9 +95,7 @@ class ResumedRun:
     @property
     def first_line(self) -> CodeLine | None:
         """The line that reads the samples which the resumed run trains first."""
-        lines = [one_pass.line for one_pass in self.resumed.training_passes]
-        lines += [call.at for call in recorded_training_calls(self.resumed)]
-        return next(iter(lines), None)
+        return next((one_pass.line for one_pass in self.resumed.training_passes), None)
 
     def finding(self, rule: str, text: str) -> Finding:
         """Return a finding at the line of its rule: that which saves, reads samples or loads."""
@@ -186,7 +184,7 @@ def compare(evidence: RunEvidence, before: list[Recording], resumed: Recording) 
     if diverged and not any(replicas_differ(evidence)):
         text = f"in the resumed run {diverged.evidence}"
         return Comparison([replace(diverged, evidence=text)])
-    finding = compare_samples(run)
+    finding = compare_samples(run) or compare_inputs(run)
     return Comparison([finding]) if finding else compare_values(run)
 
 
@@ -205,16 +203,6 @@ def line_of_snapshot(halted: Recording) -> CodeLine | None:
 def trained_batches(log: RankLog) -> list[Samples]:
     """Return the samples of each batch of a loader that was trained."""
     return samples_trained_in(*log.training_passes)
-
-
-def trained_inputs(log: RankLog) -> list[Samples]:
-    """Return the trained batches; without a loader, what goes into the model, as far as known.
-
-    A start is ended between a call of the model and its backward pass: that call is not trained.
-    """
-    end = max((event.n for event in log.select(Backward)), default=0)
-    inputs = [tuple(call.rows) for call in recorded_training_calls(log) if call.n < end]
-    return trained_batches(log) or inputs
 
 
 def samples_trained_in(*passes: LoaderPass) -> list[Samples]:
@@ -238,8 +226,8 @@ def batches_trained_in(one_pass: LoaderPass) -> list[Batch]:
 
 def compare_samples(run: ResumedRun) -> Finding | None:
     """Compare the batches after the snapshot with those of the unbroken run."""
-    unbroken = trained_inputs(run.unbroken)
-    resumed = trained_inputs(run.resumed)
+    unbroken = trained_batches(run.unbroken)
+    resumed = trained_batches(run.resumed)
     first = len(run.batches_before)
     if not resumed or run.batches_before != unbroken[:first]:  # another order in each run
         return find_repeated_samples(run)
@@ -335,6 +323,25 @@ def find_repeated_samples(run: ResumedRun) -> Finding | None:
         "resume-samples",
         f"the snapshot was written after {steps} steps of an epoch; {len(repeated)} of the "
         f"{len(trained)} samples of these steps are trained again",
+    )
+
+
+def compare_inputs(run: ResumedRun) -> Finding | None:
+    """Find inputs of no loader that begin anew, where the unbroken run goes on with others."""
+    if len(run.before) > 1 or trained_batches(run.resumed):
+        return None
+    done = [call.rows for call in recorded_training_calls(run.before[0])]
+    expected = [call.rows for call in recorded_training_calls(run.unbroken)][len(done) :]
+    resumed = recorded_training_calls(run.resumed)[: min(3, len(done))]
+    begins_anew = len(resumed) >= 2 and [call.rows for call in resumed] == done[: len(resumed)]
+    if not expected or not begins_anew or expected[0] == done[0]:
+        return None
+    return run.evidence.finding(
+        "resume-samples",
+        resumed[0].at,
+        f"the first {len(resumed)} inputs after the resume are those of the first steps of all, "
+        f"and the unbroken run goes on with others",
+        severity="warning",
     )
 
 
