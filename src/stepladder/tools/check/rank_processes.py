@@ -456,6 +456,9 @@ class RunningRanks:
         return outcome.halted and is_at_rest
 
     def end(self) -> None:
+        """Kill the ranks, and all that they have started."""
+        for process in self.processes:  # one that sees the end of another would record its own
+            process.send_signal(signal.SIGSTOP)
         for process in self.processes:
             process.kill_with_children()
 
