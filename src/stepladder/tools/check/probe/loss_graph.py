@@ -86,9 +86,14 @@ def split_off_scale(loss: Any) -> tuple[float, Any]:
             if not number:
                 return scale, None
             scale = scale / number if name == "DivBackward0" else scale * number
-        elif name not in KEEPS_SCALE:
+        elif name not in KEEPS_SCALE or is_sum_of_losses(node):
             return scale, node
     return scale, None
+
+
+def is_sum_of_losses(node: Any) -> bool:
+    """Return whether a node adds computed values: half of two losses is their mean."""
+    return sum(previous is not None for previous, _ in node.next_functions) > 1
 
 
 @default_on_error(str)
