@@ -84,6 +84,7 @@ def markdown_files() -> list[Path]:
         *sorted(lessons.glob("[0-9]*/README.md")),
         *sorted(lessons.glob("exercises/*/README.md")),
         REPOSITORY / "benchmarks" / "README.md",
+        *sorted((REPOSITORY / "packages").glob("*/README.md")),
         REPOSITORY / "CONTRIBUTING.md",
         REPOSITORY / "CHANGELOG.md",
     ]
