@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import pairwise
@@ -19,7 +20,7 @@ from stepladder.data.readers.open_options import OpenOptions
 CHUNK_BYTES = 1 << 20  # of rows that are read together: a block of the cache
 
 
-class OpenedSource:
+class OpenedSource(ABC):
     """A source that `open_data` returns: samples in files, in chunks that are read together.
 
     A subclass reads samples by column.
@@ -73,13 +74,13 @@ class OpenedSource:
         return hash_files(self.files)
 
     @property
+    @abstractmethod
     def columns(self) -> dict[str, str]:
         """The name and the type of each column, as texts to print."""
-        raise NotImplementedError
 
+    @abstractmethod
     def find_damage(self) -> Iterator[Damage]:
         """Read all samples, and yield those that cannot be read."""
-        raise NotImplementedError
 
     def read(self, indices: IndexArray) -> Any:
         """Return the batch of these samples: by column, or of what `decode` makes of them."""
@@ -95,9 +96,9 @@ class OpenedSource:
         rows = zip(*columns.values(), strict=True)
         return [dict(zip(columns, row, strict=True)) for row in rows]
 
+    @abstractmethod
     def read_columns(self, indices: IndexArray) -> dict[str, Any]:
         """Return these samples by column, as a batch has them."""
-        raise NotImplementedError
 
 
 class FileRows(OpenedSource):

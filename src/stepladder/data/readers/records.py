@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import cached_property, lru_cache
@@ -47,10 +48,11 @@ class RecordSource(FileRows):
         """Returns what `load_offsets` does, which some files have in memory."""
         return lru_cache(OPEN_INDEXES)(self.load_offsets)
 
+    @abstractmethod
     def load_offsets(self, number: int) -> IndexArray:
         """Return where the records of a file begin, and where the last one ends."""
-        raise NotImplementedError
 
+    @abstractmethod
     def parse(self, number: int, data: bytes, names: frozenset[str] | None) -> Sample:
         """Return the values of a record by column.
 
@@ -63,7 +65,6 @@ class RecordSource(FileRows):
             ValueError: The record is damaged.
             InputError: The same, with a HINT.
         """
-        raise NotImplementedError
 
     def make_column(self, name: str, values: list[Any], first: Any) -> Any:
         """Return the values of one column as an array, as Ragged, or as the same list.
@@ -218,9 +219,9 @@ class IndexedSource(RecordSource):
         counts = [max(0, len(self.get_offsets(number)) - 1) for number in range(len(files))]
         super().__init__(files, counts, options)
 
+    @abstractmethod
     def find_offsets(self, file: DataFile) -> Iterator[IndexArray]:
         """Yield the offsets of a file in parts, to make its index."""
-        raise NotImplementedError
 
     def get_index_kind(self, file: DataFile) -> str:
         """Return what an index of a file depends on besides the file."""
