@@ -35,7 +35,7 @@ for path in "$others"/*; do
     esac
 done
 echo "$folder/others" > "$site/others.pth"
-"${pip[@]}" -q --python "$folder/both" install --no-index --find-links "$folder/wheels" stepladder
+"${pip[@]}" -q --python "$folder/both" install --no-index -f "$folder/wheels" stepladder
 cd /
 if message=$(XDG_STATE_HOME="$folder/state" "$folder/both/bin/stepladder" lab status 2>&1); then
     exit 1  # there is no lab
