@@ -180,29 +180,24 @@ def test_a_run_directory_holds_one_run_on_all_pages() -> None:
 
 def test_pages_are_short() -> None:
     """Not counted: the log, the reference, diffs, and what is generated."""
-    limits = {
-        "README.md": 110,
-        "docs/resume.md": 110,
-        "docs/shard.md": 185,
-        "docs/glossary.md": 180,
+    limits = {  # in words, which no wrapping of lines changes
+        "README.md": 900,
         # Each is several pages in one, so that a reader need not follow links in the middle of a job.
-        "docs/cluster.md": 240,
-        "docs/debugging.md": 225,
-        "docs/failures.md": 155,
-        "docs/diff.md": 190,
-        "docs/exactness.md": 155,
-        "docs/exchange.md": 155,
-        "docs/nodes.md": 200,
-        "docs/slurm.md": 245,
-        "docs/speed.md": 210,
-        "docs/training.md": 200,
-        "docs/use.md": 200,
-        "docs/your-data.md": 235,
-        "docs/your-own-job.md": 175,
-        "docs/json.md": 290,
-        "docs/architecture.md": 152,
-    }  # json.md: a table per command
-    limits["CHANGELOG.md"] = 450  # a line per behaviour, and nobody reads it whole
+        "docs/your-data.md": 2850,
+        "docs/architecture.md": 2800,
+        "docs/debugging.md": 2700,
+        "docs/slurm.md": 2600,
+        "docs/exactness.md": 2600,
+        "docs/failures.md": 2400,
+        "docs/diff.md": 2200,
+        "benchmarks/README.md": 2200,
+        "docs/shard.md": 2100,
+        "docs/speed.md": 2050,
+        "docs/check.md": 2050,
+        "docs/exchange.md": 1950,
+        "docs/json.md": 2750,  # a table per command
+        "CHANGELOG.md": 9500,  # a line per behaviour, and nobody reads it whole
+    }
     for page in PAGES:
         if page.stem not in ("log", "log-archive") and page.parent.name != "reference":
             written = re.sub(
@@ -211,7 +206,7 @@ def test_pages_are_short() -> None:
                 page.read_text(),
                 flags=re.DOTALL,
             )
-            assert len(written.splitlines()) <= limits.get(name_of(page), 150), page
+            assert len(written.split()) <= limits.get(name_of(page), 1900), page
 
 
 def test_the_log_has_decisions_and_the_archive_is_not_searched() -> None:
