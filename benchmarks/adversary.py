@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 from report import Report, table
 
 from stepladder.core.errors import to_one_line
-from stepladder.rank.shared_segment import EXCHANGE_VARIABLE, MEMORY_EXCHANGE
+from stepladder.rank.exchange_choice import EXCHANGE_VARIABLE, MEMORY_EXCHANGE
 
 TITLE = "Ordinary jobs with --sync exact: one hash in five ways, or refused by name"
 FINDINGS = """## Found broken and repaired

@@ -107,9 +107,9 @@ def exchange_until_killed(rank: int, store: str, seed: int, parent: Connection) 
     import torch
     import torch.distributed as dist
 
-    import stepladder.exchange
+    import stepladder_exchange
 
-    assert stepladder.exchange  # registers the back end
+    assert stepladder_exchange  # registers the back end
     warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 has new names beside the old ones
     torch.set_num_threads(1)
     dist.init_process_group(

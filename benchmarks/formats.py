@@ -11,7 +11,8 @@ A native loader saves its state as its documentation says: datasets and webdatas
 StatefulDataLoader, Grain by its ElasticIterator, the others by their own. Each rank saves its own; a rank that had none
 before takes that of the last one. All libraries are in one environment:
 
-    pip install -e packages/slurm-lab -e '.[json,parquet]' datasets webdataset torchdata
+    pip install -e packages/slurm-lab -e packages/stepladder-exchange -e '.[json,parquet]'
+    pip install datasets webdataset torchdata
     pip install --no-deps mosaicml-streaming
     pip install catalogue brotli python-snappy zstd
     pip install grain litdata  # optional: without them ArrayRecord and litdata are left out"""

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from processes import SECONDS
+from stepladder.rank.exchange_choice import EXCHANGE_VARIABLE, GLOO_EXCHANGE, MEMORY_EXCHANGE
 from stepladder.rank.lifecycle import RANK_SIGNALS
-from stepladder.rank.shared_segment import EXCHANGE_VARIABLE, GLOO_EXCHANGE, MEMORY_EXCHANGE
 
 # Forked from a process that never ran torch: a fork after a parallel operation hangs in the child.
 CONTEXT = multiprocessing.get_context("forkserver")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,6 @@ from processes import JOBS, run
 
 pytestmark = pytest.mark.ranks
 
-TORCHRUN = sys.executable, "-m", "torch.distributed.run", "--standalone"
 IN_MEMORY = "the ranks exchange tensors in shared memory"
 TRAIN = """\
 import torch, torch.distributed as dist
@@ -193,26 +191,15 @@ def test_ranks_that_call_different_collectives_name_both_calls(
     assert frames and {Path(frame).name for frame in frames} == {"hangs_script.py"}
 
 
-@pytest.mark.slow
-def test_torchrun_has_it_by_its_own_name(tmp_path: Path) -> None:
-    script = tmp_path / "named.py"
-    text = TRAIN.replace("ARGUMENTS", 'dist.init_process_group("stepladder")')
-    script.write_text("import stepladder.exchange\n" + text.replace("OPTIONS", ""))
-    ended = run("--nproc-per-node", 2, script, cwd=tmp_path, command=TORCHRUN)
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.count("SharedMemoryGroup") == ended.stdout.count("stepladder") == 2
-
-
 AGAIN = """\
-import os, sys
-import stepladder.exchange
+import os
 import torch, torch.distributed as dist
 
 rank = int(os.environ["RANK"])
 for number in range(10):
     if number and rank == 1:  # a moment ahead: the first rank has not left the group before
         os.write(os.open("ahead", os.O_WRONLY), b"!")
-    dist.init_process_group(sys.argv[1])
+    dist.init_process_group("gloo")
     total = torch.tensor([float(number)])
     dist.all_reduce(total)
     assert total.item() == 2 * number
@@ -223,17 +210,13 @@ print("ended", type(dist.group.WORLD).__name__)
 """
 
 
-@pytest.mark.parametrize("backend", ["gloo", pytest.param("stepladder", marks=pytest.mark.slow)])
-def test_a_rank_that_is_ahead_may_form_the_next_group(tmp_path: Path, backend: str) -> None:
+def test_a_rank_that_is_ahead_may_form_the_next_group(tmp_path: Path) -> None:
     """Each of torch's own launchers fails here: the store of the group before answers."""
     script = tmp_path / "again.py"
     script.write_text(AGAIN)
     os.mkfifo(tmp_path / "ahead")
-    if backend == "gloo":
-        ended = run("run", "--nproc", 2, script, backend, cwd=tmp_path)
-        assert ended.stderr.count(IN_MEMORY) == 1
-    else:
-        ended = run("--nproc-per-node", 2, script, backend, cwd=tmp_path, command=TORCHRUN)
+    ended = run("run", "--nproc", 2, script, cwd=tmp_path)
+    assert ended.stderr.count(IN_MEMORY) == 1
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.count("ended") == 2
 
@@ -287,40 +270,9 @@ def test_groups_of_some_ranks_get_what_gloo_gives(
     assert printed[0] == printed[1] and len(printed[0]) == nproc
 
 
-BUSY_AT_THE_END = """\
-import os, sys, threading
-import stepladder.exchange
-import torch, torch.distributed as dist
-
-rank = int(os.environ["RANK"])
-store = dist.FileStore("late")
-begun = threading.Event()
-large = torch.ones(10_000_000)
-
-def add(_):
-    begun.set()
-    for _ in range(50):
-        large.add_(1)
-
-dist.init_process_group("stepladder")
-if rank == 1:
-    store.wait(["the other rank has a thread"])
-work = dist.all_reduce(torch.ones(1), async_op=True)
-if rank == 0:
-    work.get_future().then(add)
-    store.set("the other rank has a thread", "")
-    begun.wait()
-else:
-    work.wait()
-if sys.argv[1] == "destroy":
-    dist.destroy_process_group()
-"""
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("end", ["destroy", pytest.param("leave", marks=pytest.mark.slow)])
-def test_the_interpreter_ends_after_the_thread_of_a_collective(tmp_path: Path, end: str) -> None:
-    script = tmp_path / "busy.py"
-    script.write_text(BUSY_AT_THE_END)
-    ended = run("--nproc-per-node", 2, script, end, cwd=tmp_path, command=TORCHRUN)
-    assert ended.returncode == 0, ended.stderr
+def test_a_script_of_one_rank_is_not_told_how_ranks_exchange(tmp_path: Path) -> None:
+    script = tmp_path / "one.py"
+    script.write_text("import torch.distributed as dist\ndist.init_process_group('gloo')\n")
+    ended = run("run", "--nproc", 1, script, cwd=tmp_path)
+    assert ended.returncode == 0 and "the ranks exchange" not in ended.stderr

@@ -23,8 +23,8 @@ from stepladder.launcher.diagnose.flight_recorder import (
 from stepladder.launcher.diagnose.hang import explain_hang
 from stepladder.launcher.diagnose.rank_status import RankStatus
 from stepladder.launcher.local.observed_ranks import ObservedRanks
-from stepladder.rank.flight_record import find_flight_record
 from stepladder.rank.progress import COLLECTIVE, NUM_SLOTS, PHASE, STARTING
+from stepladder_exchange.flight_record import find_flight_record
 
 
 def record(folder: Path) -> Path:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import stepladder
+import stepladder_exchange
 from processes import JOBS, Started, refused, run, started, wait_until
 from stepladder.launcher.diagnose.explanation import format_rank
 from stepladder.launcher.diagnose.hang import explain_hang
@@ -128,11 +129,13 @@ def user_frame(function: str, line: int) -> Frame:
 
 
 def test_the_files_that_collectives_wait_in_are_there() -> None:
-    own_files = [file for file in (*COLLECTIVE_FILES, STORE_FILE) if file.startswith("stepladder/")]
-    assert own_files
-    source = Path(stepladder.__file__).parents[1]
-    assert [file for file in own_files if not (source / file).exists()] == []
-    assert f"def {STORE_FUNCTION}(" in (source / STORE_FILE).read_text()
+    own_files = [file for file in (*COLLECTIVE_FILES, STORE_FILE) if file.startswith("stepladder")]
+    sources = [
+        Path(package.__file__ or "").parents[1] for package in (stepladder, stepladder_exchange)
+    ]
+    missing = [file for file in own_files if not any((s / file).exists() for s in sources)]
+    assert own_files and missing == []
+    assert f"def {STORE_FUNCTION}(" in (sources[0] / STORE_FILE).read_text()
 
 
 def test_the_rank_that_has_not_come_is_named() -> None:
@@ -437,9 +440,10 @@ def test_a_stopped_rank_says_how_to_go_on() -> None:
 
 def test_calls_inside_of_a_collective_are_one_line_below_the_users_own() -> None:
     package = Path(stepladder.__file__).parent
+    exchange = Path(stepladder_exchange.__file__).parent
     stack = [
-        Frame("wait_while_equal", f"{package}/rank/futex.py", 45),
-        Frame("wait", f"{package}/exchange/wait.py", 171),
+        Frame("wait_while_equal", f"{exchange}/futex.py", 45),
+        Frame("wait", f"{exchange}/wait.py", 171),
         Frame("barrier", "/usr/lib/site-packages/torch/distributed/distributed_c10d.py", 5349),
         Frame("train", "/home/ada/train.py", 7),
         Frame("run_here", f"{package}/launcher/absent.py", 163),

@@ -25,6 +25,7 @@ from stepladder.rank.stacks import (
     parse_traceback,
     read_abort_stacks,
 )
+from stepladder_exchange.call_frame import LIBRARY_PARTS
 
 SCRIPT = """\
 import os, sys, time
@@ -131,12 +132,14 @@ def test_py_spy_s_json_is_read_main_thread_first() -> None:
 
 
 def test_the_frame_that_counts_is_the_user_s() -> None:
-    library = Frame("wait", f"{stacks.LIBRARY_PARTS[0]}/threading.py", 300)
-    package_frame = Frame("step", f"{stacks.PACKAGE_PREFIX}trainer.py", 20)
+    library = Frame("wait", f"{LIBRARY_PARTS[0]}/threading.py", 300)
+    package_frame = Frame("step", f"{stacks.OWN_PREFIXES[0]}trainer.py", 20)
+    exchange_frame = Frame("wait", f"{stacks.OWN_PREFIXES[1]}wait.py", 20)
     users = Frame("loss", "/home/me/job.py", 3)
     recipe = Frame("loss", f"{stacks.RECIPES_PREFIX}mnist.py", 3)
     assert find_user_frame([library, users, package_frame]) == users
     assert find_user_frame([library, recipe, package_frame]) == recipe
     assert find_user_frame([library, package_frame]) == package_frame
+    assert find_user_frame([library, exchange_frame]) == exchange_frame
     assert find_user_frame([library]) == library
     assert find_user_frame([]) is None

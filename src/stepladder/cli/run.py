@@ -31,9 +31,9 @@ from stepladder.launcher.options import DEFAULT_SIGNALS, Options
 from stepladder.launcher.run import prepare_run
 from stepladder.launcher.script import Script
 from stepladder.launcher.topology import Topology
+from stepladder.rank.exchange_choice import EXCHANGE_VARIABLE
 from stepladder.rank.exit_record import EndWriter
 from stepladder.rank.separate_training import ONE_TRAINING_VARIABLE
-from stepladder.rank.shared_segment import EXCHANGE_VARIABLE
 from stepladder.train.job_source import validate_not_job
 
 FLAGS_WITHOUT_EFFECT = (

@@ -10,8 +10,11 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
+from stepladder_exchange.call_frame import EXCHANGE_PREFIX
+
 SHOW_ALL_VARIABLE = "STEPLADDER_TRACEBACK"  # set by --traceback, and inherited by the ranks
 PACKAGE_PREFIX = str(Path(__file__).parents[1]) + os.sep
+OWN_PREFIXES = (PACKAGE_PREFIX, EXCHANGE_PREFIX)
 LAUNCHER_FOLDERS = (PACKAGE_PREFIX + "rank", PACKAGE_PREFIX + "launcher")
 RECIPES_PREFIX = str(Path(__file__).parents[1] / "recipes") + os.sep  # job files, as the user's are
 STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"] + os.sep
@@ -84,7 +87,7 @@ def _find_user_frames(trace: TracebackType | None) -> list[TracebackType]:
     Frames of stepladder and torch are left out, and before the user's first frame also those of
     click and of the standard library.
     """
-    libraries = (PACKAGE_PREFIX, FROZEN_PREFIX, *_find_package_folder("torch"))
+    libraries = (*OWN_PREFIXES, FROZEN_PREFIX, *_find_package_folder("torch"))
     callers = (*libraries, *_find_package_folder("click"), STANDARD_LIBRARY)
     frames: list[TracebackType] = []
     for item in _list_frames(trace):

@@ -1,8 +1,16 @@
-"""Collectives of CPU ranks through memory that they share, as a back end of torch.distributed.
+"""The former home of the back end, which is the package stepladder_exchange now.
 
-Importing this package registers the back end: `init_process_group(backend="stepladder")`.
+`import stepladder.exchange` registers the back end for one more release, with a warning.
 """
 
-from stepladder.exchange.backend import register_backend
+import warnings
 
-register_backend()
+import stepladder_exchange
+
+__all__ = ["stepladder_exchange"]
+
+warnings.warn(
+    "stepladder.exchange is the package stepladder_exchange now: import stepladder_exchange",
+    DeprecationWarning,
+    stacklevel=2,
+)

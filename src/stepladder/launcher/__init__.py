@@ -10,7 +10,7 @@ needs such a case, too.
 - A command on another machine: stdin ends (stdin). An SSH connection may be gone.
 - A rank, seen by its launcher: its process ends (local/attempt), with an exit code.
 - A rank, seen by ranks that share memory with it: the kernel makes a file readable
-  (rank/process_watch). Memory has no connection that could close.
+  (stepladder_exchange/process_watch.py). Memory has no connection that could close.
 - A rank, seen by ranks of other machines: a connection of gloo or NCCL closes, also without a
   launcher of ours.
 - A rank, seen by ranks that wait for another one, which lives and has left: its launcher tells

@@ -28,7 +28,7 @@ from stepladder.launcher.topology import Topology
 from stepladder.rank.preemption import TRAINING_STOP_SIGNALS, get_seconds_left
 
 # torch._dynamo: a script's first optimizer imports it, which takes as long as torch itself.
-SCRIPT_PRELOAD_MODULES = ("torch", "torch._dynamo", "stepladder.exchange")
+SCRIPT_PRELOAD_MODULES = ("torch", "torch._dynamo", "stepladder_exchange.process_group")
 NCCL_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 

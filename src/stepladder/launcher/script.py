@@ -15,20 +15,21 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NoReturn
 from zipfile import is_zipfile
 
+from stepladder.core.console import print_message
 from stepladder.core.errors import InputError, as_input_error
 from stepladder.core.python_file import parse_source, read_source
+from stepladder.rank.exchange_choice import EXCHANGE_VARIABLE, MEMORY_EXCHANGE
 from stepladder.rank.lifecycle import EXIT_CALLBACKS
 from stepladder.rank.progress import count_script_steps
 from stepladder.rank.separate_training import refuse_separate_training
-from stepladder.rank.shared_segment import EXCHANGE_VARIABLE, MEMORY_EXCHANGE
 from stepladder.rank.torch_fixes_groups import make_groups_by, name_groups_in_stacks
 from stepladder.rank.torch_fixes_loader import report_unsent_batches
-from stepladder.rank.torch_fixes_store import keep_stores_of_groups
+from stepladder_exchange.torch_fixes_store import keep_stores_of_groups
 
 FIRST_LINE_BYTES = 200
 
@@ -183,9 +184,25 @@ def _validate_runnable(path: Path, name: str) -> None:
 
 def load_shared_memory_group() -> Any:
     """Return a class of process groups that exchange tensors through shared memory, and say so."""
-    from stepladder.exchange.process_group import SharedMemoryGroup
+    from stepladder_exchange.process_group import SharedMemoryGroup
 
-    return partial(SharedMemoryGroup, announces=True)
+    return partial(SharedMemoryGroup, announce=_announce_exchange)
+
+
+@cache
+def _announce_exchange(obstacle: str, num_machines: int) -> None:
+    """Print once how the ranks exchange tensors in the host's memory."""
+    import torch
+
+    if torch.cuda.is_available():
+        return  # most tensors are on GPUs, and are NCCL's
+    if obstacle:
+        print_message(f"the ranks exchange tensors by gloo: {obstacle}")
+        return
+    way = "in shared memory"
+    if num_machines > 1:
+        way = f"in shared memory within each of {num_machines} machines, by gloo between them"
+    print_message(f"the ranks exchange tensors {way}; --exchange gloo turns it off")
 
 
 def exec_program(command: list[str]) -> NoReturn:

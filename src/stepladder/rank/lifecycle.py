@@ -41,11 +41,9 @@ from stepladder.rank.open_file import OpenFile
 from stepladder.rank.progress import RankFiles
 from stepladder.rank.stacks import answer_stack_signal
 from stepladder.rank.streams import redirect_output
-from stepladder.rank.torch_fixes import (
-    keep_backward_context_from_gloo,
-    wait_for_gloo_before_destroy,
-)
+from stepladder.rank.torch_fixes import wait_for_gloo_before_destroy
 from stepladder.rank.torch_fixes_store import bind_store_to_loopback
+from stepladder_exchange.torch_fixes_gloo import keep_backward_context_from_gloo
 
 # Signals that a rank must receive. The fork server blocks them, and each rank unblocks them.
 RANK_SIGNALS = {signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2}

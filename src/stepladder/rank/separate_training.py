@@ -14,8 +14,8 @@ from stepladder.core.console import print_message
 from stepladder.core.errors import BAD_INPUT, InputError
 from stepladder.rank.error_record import RankError
 from stepladder.rank.lifecycle import ERROR_FILE_VARIABLE, EXIT_TIMEOUT_S, exit_now
-from stepladder.rank.stacks import find_caller, is_users_file
 from stepladder.rank.torch_fixes import call_at_separate_step
+from stepladder_exchange.call_frame import find_caller, is_users_file
 
 # Set for the ranks of a start that trains one model, so that ranks which train alone are a mistake.
 ONE_TRAINING_VARIABLE = "STEPLADDER_ONE_TRAINING"

@@ -16,25 +16,16 @@ import re
 import shutil
 import signal
 import subprocess
-import sysconfig
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
-from inspect import currentframe
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from stepladder.core.tracebacks import PACKAGE_PREFIX, RECIPES_PREFIX
+from stepladder.core.tracebacks import OWN_PREFIXES, RECIPES_PREFIX
+from stepladder_exchange.call_frame import CallFrame, add_library, is_library_file
 
-LIBRARY_PARTS = (
-    sysconfig.get_path("stdlib"),
-    "site-packages",
-    "dist-packages",
-    "<frozen",
-    "<string>",
-)
 STACK_TIMEOUT_S = 5.0
 STACK_POLL_S = 0.02
 STACK_QUIET_S = 0.3  # a process that gets no CPU core may pause in the middle of its answer
@@ -51,13 +42,17 @@ def get_stack_signal() -> int:
     return getattr(signal, "SIGRTMIN", 34) + 7
 
 
-@dataclass(frozen=True)
-class Frame:
-    """One call, as in a traceback."""
+def _is_stepladder_file(file: str) -> bool:
+    """Return whether a file belongs to this package, and not to its recipes, or to the exchange."""
+    return file.startswith(OWN_PREFIXES) and not file.startswith(RECIPES_PREFIX)
 
-    function: str
-    file: str
-    line: int
+
+add_library(_is_stepladder_file)
+
+
+@dataclass(frozen=True)
+class Frame(CallFrame):
+    """One call, and whose code it is."""
 
     @property
     def source(self) -> str:
@@ -66,22 +61,18 @@ class Frame:
 
     @property
     def is_stepladder(self) -> bool:
-        """Whether the file belongs to this package, and not to its recipes."""
-        in_package = self.file.startswith(PACKAGE_PREFIX)
-        return in_package and not self.file.startswith(RECIPES_PREFIX)
+        """Whether the file belongs to this package, and not to its recipes, or to the exchange."""
+        return _is_stepladder_file(self.file)
 
     @property
     def is_library(self) -> bool:
         """Whether the file belongs to Python or to an installed package."""
-        return any(part in self.file for part in LIBRARY_PARTS)
+        return is_library_file(self.file)
 
     @property
     def is_users(self) -> bool:
         """Whether the file belongs to neither this package nor a library."""
         return not self.is_stepladder and not self.is_library
-
-    def __str__(self) -> str:
-        return f"{self.function}(), {Path(self.file).name}:{self.line}"
 
 
 Stack = Sequence[Frame]  # innermost call first
@@ -106,26 +97,6 @@ def find_user_frame(stack: Stack) -> Frame | None:
         if frame.is_stepladder:
             return frame
     return stack[0] if stack else None
-
-
-def find_caller() -> Frame | None:
-    """Return the innermost call of the user's code in this thread, None without one.
-
-    It takes some microseconds; `find_user_frame(walk_stack(...))` takes a hundred.
-    """
-    frame = currentframe()
-    while frame is not None:
-        code = frame.f_code
-        if is_users_file(code.co_filename):
-            return Frame(code.co_name, code.co_filename, frame.f_lineno)
-        frame = frame.f_back
-    return None
-
-
-@cache
-def is_users_file(file: str) -> bool:
-    """Return whether a file belongs to neither this package nor a library."""
-    return Frame("", file, 0).is_users
 
 
 def answer_stack_signal(file: Path) -> None:

@@ -1,61 +1,22 @@
-"""Changes to torch's process groups that stepladder.exchange needs; see torch_fixes.py."""
+"""Changes to how torch makes process groups and begins collectives; see torch_fixes.py."""
 
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import wraps
 from types import FrameType, FunctionType
 from typing import Any
 
-from stepladder.core.after_import import call_after_import
-from stepladder.rank.torch_fixes_store import make_store_of_one_group
+from stepladder_exchange.after_import import call_after_import
+from stepladder_exchange.torch_fixes_store import make_store_of_one_group
 
 C10D_MODULE = "torch.distributed.distributed_c10d"
 NEW_GROUP = "new_group "  # how the call of a stack begins that tells the members of a new group
 MAX_MEMBERS_NAMED = 8
-NO_RECORD = nullcontext()
 # Functions that only ask something of a group.
 QUESTIONS = ("get_backend", "get_backend_config", "get_rank", "get_world_size")
-
-
-class _CollectiveRecord:
-    """A block that a running profiler of torch shows as it shows a collective of gloo.
-
-    gloo's events are asynchronous: the profiler takes an event for asynchronous if another thread
-    ends it. So each collective starts a thread, but only while a profiler runs.
-    """
-
-    def __init__(self, name: str, tensors: Sequence[Any]) -> None:
-        self.name = name
-        self.tensors = tensors
-        self.record: Any = None
-
-    def __enter__(self) -> None:
-        self.record = _get_autograd()._record_function_with_args_enter(self.name, *self.tensors)
-
-    def __exit__(self, *error: object) -> None:
-        end_record = _get_autograd()._record_function_with_args_exit
-        thread = threading.Thread(target=end_record, args=(self.record,), name="stepladder-record")
-        thread.start()
-        thread.join()
-
-
-def _get_autograd() -> Any:
-    from torch import autograd
-
-    return autograd
-
-
-def record_collective(name: str, tensors: Sequence[Any]) -> AbstractContextManager[object]:
-    """Return a block that a running profiler of torch shows as a collective with these inputs."""
-    from torch.autograd import profiler
-
-    if profiler._is_profiler_enabled:
-        return _CollectiveRecord(name, tensors)
-    return NO_RECORD
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from multiprocessing.queues import Queue
 from pathlib import Path
 from typing import Any
 
-from stepladder.core.after_import import call_after_import
+from stepladder_exchange.after_import import call_after_import
 
 SHARED_MEMORY_FOLDER = Path("/dev/shm")
 UNFILLED_FILE = re.compile(r"file </(torch_\w+)>")

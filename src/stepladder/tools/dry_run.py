@@ -18,7 +18,6 @@ from stepladder.core.settings import LAYOUTS, TrainRequest
 from stepladder.core.terminal import make_console
 from stepladder.core.world import World
 from stepladder.launcher.topology import Topology
-from stepladder.rank.shared_segment import can_share_memory
 from stepladder.train.fake_tensors import FakeModelBuilder
 from stepladder.train.group_setup import pick_device
 from stepladder.train.job import Job
@@ -26,6 +25,7 @@ from stepladder.train.job_runner import load_job
 from stepladder.train.memory_estimate import FakeComm, MemoryEstimate, estimate_memory
 from stepladder.train.run_description import describe_run
 from stepladder.train.run_spec import RunSpec
+from stepladder_exchange.shared_segment import can_share_memory
 
 SHARD_VALUES = list(dict.fromkeys(shard for shard, _ in LAYOUTS))
 USUAL_SIZES = (1, 2, 4, 8)

@@ -20,11 +20,8 @@ from torch import Tensor
 
 from stepladder.core.errors import InputError, PeerLost
 from stepladder.core.world import World
-from stepladder.exchange.shared_memory import SharedMemory
-from stepladder.exchange.work import CombineFunction, Work
 from stepladder.rank.membership import GROUP_LATE, Membership, get_control_channel
 from stepladder.rank.progress import COLLECTIVE, GROUP, REGROUP, VARYING_SIZE, Progress
-from stepladder.rank.torch_fixes import list_tcp_connections, shut_down_connections
 from stepladder.train.group_setup import (
     init_process_group,
     join_shared_memory,
@@ -35,6 +32,9 @@ from stepladder.train.peer_loss import raising_peer_lost
 from stepladder.train.pending import Pending
 from stepladder.train.phases import EXCHANGING, Phases
 from stepladder.train.serialize import deserialize, serialize
+from stepladder_exchange.shared_memory import SharedMemory
+from stepladder_exchange.torch_fixes_gloo import list_tcp_connections, shut_down_connections
+from stepladder_exchange.work import CombineFunction, Work
 
 T = TypeVar("T")
 

@@ -14,14 +14,15 @@ from stepladder.core.address import make_loopback_env, set_interface_env, wait_f
 from stepladder.core.arguments import validate_arguments
 from stepladder.core.errors import InputError
 from stepladder.core.world import World
-from stepladder.exchange.rendezvous import share_memory
-from stepladder.exchange.shared_memory import SharedMemory
+from stepladder.rank.exchange_choice import EXCHANGE_VARIABLE, MEMORY_EXCHANGE
 from stepladder.rank.membership import get_control_channel
-from stepladder.rank.shared_segment import EXCHANGE_VARIABLE, MEMORY_EXCHANGE
 from stepladder.rank.torch_fixes import get_host_backend, set_group_timeout
-from stepladder.rank.torch_fixes_store import bind_store_to_loopback, keep_stores_of_groups
+from stepladder.rank.torch_fixes_store import bind_store_to_loopback
 from stepladder.train.gpu_setup import GpuSetup
 from stepladder.train.group_teardown import NCCL_ERRORS_RAISE
+from stepladder_exchange.rendezvous import share_memory
+from stepladder_exchange.shared_memory import SharedMemory
+from stepladder_exchange.torch_fixes_store import keep_stores_of_groups
 
 
 def init_process_group(

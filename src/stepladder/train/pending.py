@@ -6,10 +6,10 @@ from typing import Protocol
 
 import torch.distributed as dist
 
-from stepladder.exchange.shared_memory import SharedMemory
-from stepladder.exchange.work import Work
 from stepladder.rank.progress import AWAITED, COLLECTIVE, Progress
 from stepladder.train.peer_loss import raising_peer_lost
+from stepladder_exchange.shared_memory import SharedMemory
+from stepladder_exchange.work import Work
 
 
 class _CollectiveOwner(Protocol):

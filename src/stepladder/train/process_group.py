@@ -14,14 +14,11 @@ from stepladder.core.waiting import wait_until
 from stepladder.core.world import World
 from stepladder.rank.error_reporter import REPORT_TIMEOUT_S, is_first_to_report
 from stepladder.rank.membership import get_control_channel, get_joining_rank
-from stepladder.rank.torch_fixes import (
-    get_default_store,
-    keep_backward_context_from_gloo,
-    wait_for_gloo,
-)
+from stepladder.rank.torch_fixes import get_default_store
 from stepladder.train.comm import Comm
 from stepladder.train.group_setup import pick_device
 from stepladder.train.script_world import get_world_of_script
+from stepladder_exchange.torch_fixes_gloo import keep_backward_context_from_gloo, wait_for_gloo
 
 JOINED_KEY = "stepladder/joined"  # in the store: how many ranks have joined the group
 JOINED_POLL_INTERVAL_S = 0.01

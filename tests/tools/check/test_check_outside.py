@@ -22,6 +22,7 @@ import pytest
 import torch
 
 import stepladder
+import stepladder_exchange
 from stepladder.core.errors import InputError
 from stepladder.tools.check.isolation import kernel, sandbox
 from stepladder.tools.check.isolation.sandbox import (
@@ -525,7 +526,10 @@ def stranger() -> tuple[str, ...]:
         pytest.skip(
             "only root can run a command as somebody else: as another user all tests here are such"
         )
-    packages = [str(Path(module.__file__ or "").parents[1]) for module in (torch, stepladder)]
+    packages = [
+        str(Path(module.__file__ or "").parents[1])
+        for module in (torch, stepladder, stepladder_exchange)
+    ]
     for python in (sys.executable, f"/usr/bin/python3.{sys.version_info.minor}"):
         command_text = (
             *AS_STRANGER,

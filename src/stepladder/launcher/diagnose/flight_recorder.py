@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stepladder.rank.flight_record import DUMP_PREFIX_VARIABLE, OLD_DUMP_PREFIX_VARIABLE
 from stepladder.rank.progress import RING_SIZE, VARYING_SIZE, CallSite, RankProgress
 from stepladder.rank.stacks import Frame, find_user_frame
+from stepladder_exchange.flight_record import DUMP_PREFIX_VARIABLE, OLD_DUMP_PREFIX_VARIABLE
 
 # In the names of collectives to which ranks may pass different sizes.
 NAMES_WITH_ANY_SIZE = ("all_to_all", "gather", "scatter", "send", "recv", "coalesced", "_v")

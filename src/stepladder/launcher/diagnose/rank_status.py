@@ -16,8 +16,7 @@ COLLECTIVE_FILES = (
     "torch/nn/parallel/distributed.py",
     "stepladder/train/comm.py",
     "stepladder/train/pending.py",
-    "stepladder/exchange/",
-    "stepladder/rank/futex.py",
+    "stepladder_exchange/",
 )
 STORE_FILE = "stepladder/rank/torch_fixes_store.py"
 STORE_FUNCTION = "open_store"  # in which torch's store waits for rank 0

@@ -30,9 +30,9 @@ from stepladder.launcher.local.rank_process import RankProcess
 from stepladder.launcher.local.rank_starter import RankStarter
 from stepladder.launcher.local.restart_policy import RestartPolicy
 from stepladder.rank.error_record import ErrorKind, RankError
+from stepladder.rank.exchange_choice import EXCHANGE_VARIABLE, GLOO_EXCHANGE, MEMORY_EXCHANGE
 from stepladder.rank.membership import JOIN_VARIABLE
 from stepladder.rank.open_file import MemoryFile
-from stepladder.rank.shared_segment import EXCHANGE_VARIABLE, GLOO_EXCHANGE, MEMORY_EXCHANGE
 
 CONSENSUS_INTERVAL_S = 0.02  # while the votes of other nodes are missing
 SIGNAL_DELAY_S = 0.5  # between a signal to a rank, and the same to this process

@@ -12,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Protocol
 
-from stepladder.rank.torch_fixes import wait_for_gloo
+from stepladder_exchange.torch_fixes_gloo import wait_for_gloo
 
 STARTUP_FOLDER = Path(__file__).parent / "startup"
 OBSERVER_VARIABLE = "STEPLADDER_OBSERVER"

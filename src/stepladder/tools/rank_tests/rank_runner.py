@@ -18,8 +18,8 @@ from stepladder.launcher.local.group_spec import GroupSpec
 from stepladder.launcher.local.local_group import LocalGroup
 from stepladder.launcher.local.monitor import Limits
 from stepladder.launcher.local.outcome import BadInput, Raised, Success
+from stepladder.rank.exchange_choice import EXCHANGE_VARIABLE
 from stepladder.rank.open_file import MemoryFile
-from stepladder.rank.shared_segment import EXCHANGE_VARIABLE
 from stepladder.tools.rank_tests.rank_test import RankTest, Terminal, run_test
 from stepladder.tools.rank_tests.reports import RanksEnd
 

@@ -19,10 +19,10 @@ from _pytest.runner import runtestprotocol
 
 from stepladder.core.errors import DONE
 from stepladder.core.world import World
-from stepladder.exchange.process_group import SharedMemoryGroup
 from stepladder.launcher.script import prepare_groups
 from stepladder.train.comm import Comm
 from stepladder.train.process_group import process_group
+from stepladder_exchange.process_group import SharedMemoryGroup
 
 # The server ends a test in time, and then asks each rank where it waits. A rank whose collective
 # had failed by then, or while another one is in the debugger, would answer with pytest's code.

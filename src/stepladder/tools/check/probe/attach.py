@@ -11,9 +11,9 @@ from ipaddress import IPv4Address
 from pathlib import Path
 
 from stepladder.rank.stacks import answer_stack_signal
-from stepladder.rank.torch_fixes import defer_dynamo, wait_for_gloo
+from stepladder.rank.torch_fixes import defer_dynamo
 from stepladder.rank.torch_fixes_groups import name_groups_in_stacks
-from stepladder.rank.torch_fixes_store import bind_store_to_loopback, keep_stores_of_groups
+from stepladder.rank.torch_fixes_store import bind_store_to_loopback
 from stepladder.tools.check.events import ProcessExit
 from stepladder.tools.check.probe import (
     frozen,
@@ -30,6 +30,8 @@ from stepladder.tools.check.probe import (
 )
 from stepladder.tools.check.probe.probe_log import current_log
 from stepladder.tools.check.probe_settings import STACKS_SUFFIX
+from stepladder_exchange.torch_fixes_gloo import wait_for_gloo
+from stepladder_exchange.torch_fixes_store import keep_stores_of_groups
 
 FIRST_OWN_ADDRESS = IPv4Address("127.1.0.0")
 NUM_OWN_ADDRESSES = 2**23

@@ -11,7 +11,6 @@ import sys
 from itertools import islice
 from types import FrameType
 
-from stepladder.core.after_import import call_after_import
 from stepladder.tools.check.events import (
     FabricStart,
     LibraryRankRead,
@@ -22,6 +21,7 @@ from stepladder.tools.check.events import (
 from stepladder.tools.check.probe import patching
 from stepladder.tools.check.probe.patching import WrappedCall, recorder, wrap, wrap_after_import
 from stepladder.tools.check.probe.probe_log import CHECK_FOLDER, current_log
+from stepladder_exchange.after_import import call_after_import
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, TypeVar, cast
 
-from stepladder.core.after_import import call_after_import
 from stepladder.tools.check.probe.probe_log import current_log
 from stepladder.tools.probe.events import ProbeEvent
+from stepladder_exchange.after_import import call_after_import
 
 
 class NestingDepth:

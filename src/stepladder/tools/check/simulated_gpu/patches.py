@@ -21,7 +21,6 @@ from torch.distributed import distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._device import DeviceContext, _device_constructors
 
-from stepladder.core.after_import import AfterImport
 from stepladder.tools.check.probe_settings import (
     PROBE_SETTINGS,
     SIMULATED_GPUS,
@@ -37,6 +36,7 @@ from stepladder.tools.check.simulated_gpu import (
 )
 from stepladder.tools.check.simulated_gpu.collectives import replace_arguments
 from stepladder.tools.check.simulated_gpu.refusal import Function
+from stepladder_exchange.after_import import AfterImport
 
 # Those that torch does not count among its factories, since a tensor or a file says where they are.
 FURTHER_FACTORIES = (
