@@ -20,9 +20,11 @@ import pytest
 
 import slurm_lab
 import stepladder
+import stepladder_exchange
 
 ROOT = Path(stepladder.__file__).parent
 SLURM_LAB = Path(slurm_lab.__file__).parent
+EXCHANGE = Path(stepladder_exchange.__file__).parent
 
 # A package imports itself and packages of lower layers, and none of its own layer.
 LAYERS = {
@@ -115,6 +117,17 @@ def modules() -> dict[str, ast.Module]:
     return {
         name: ast.parse(path.read_text(), str(path))
         for name, path in zip(names, paths, strict=True)
+    }
+
+
+@cache
+def exchange_modules() -> dict[str, ast.Module]:
+    """Parsed modules of stepladder_exchange by full name."""
+    return {
+        f"stepladder_exchange.{path.stem}".removesuffix(".__init__"): ast.parse(
+            path.read_text(), str(path)
+        )
+        for path in sorted(EXCHANGE.glob("*.py"))
     }
 
 
@@ -234,6 +247,58 @@ def test_slurm_lab_imports_nothing_but_psutil_and_pytest() -> None:
         assert roots <= allowed | plugin, f"{file.name} imports {roots - allowed - plugin}"
 
 
+def test_stepladder_imports_public_names_of_stepladder_exchange() -> None:
+    public = set(exchange_modules()) | {
+        f"{name}.{definition}"
+        for name, tree in exchange_modules().items()
+        for definition in names_defined_in(tree)
+        if not definition.startswith("_")
+    }
+    used = {
+        module: {
+            name
+            for name in list_imported_names(tree)
+            if name.split(".")[0] == "stepladder_exchange"
+        }
+        for module, tree in modules().items()
+    }
+    assert used["train.comm"] and used["launcher.script"]
+    beyond = {module: names - public for module, names in used.items() if names - public}
+    assert beyond == {}
+
+
+def names_defined_in(tree: ast.Module) -> Iterator[str]:
+    """Yield the names that a module gives at its top; what it imports is another module's."""
+    for node in tree.body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            yield node.name
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            for target in targets:
+                yield from (leaf.id for leaf in ast.walk(target) if isinstance(leaf, ast.Name))
+
+
+def test_stepladder_exchange_imports_nothing_but_torch() -> None:
+    """So that other projects can adopt it without stepladder; numpy is no requirement of torch."""
+    allowed = {"stepladder_exchange", "torch", *sys.stdlib_module_names}
+    assert len(exchange_modules()) > 20
+    for module, tree in exchange_modules().items():
+        roots = {name.split(".")[0] for name in list_imported_names(tree)}
+        assert roots <= allowed, f"{module} imports {roots - allowed}"
+
+
+def test_no_module_of_stepladder_exchange_imports_itself_in_a_circle() -> None:
+    """Late imports, and those for a type checker, included."""
+    graph = {
+        module: {name.rpartition(".")[0] for name in list_imported_names(tree)}
+        for module, tree in exchange_modules().items()
+    }
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail("imports in a circle: " + " <- ".join(error.args[1]))
+
+
 def test_no_module_imports_itself_in_a_circle() -> None:
     """Late imports, and those for a type checker, included."""
     graph: dict[str, set[str]] = {name: set() for name in modules()}
@@ -283,7 +348,8 @@ def test_the_loader_brings_little_with_it() -> None:
     loaded = [name for name in ran.stdout.split() if name.startswith("stepladder.")]
     assert "stepladder.train.loader" in loaded
     assert len(loaded) <= MAX_LOADER_MODULES
-    assert not [name for name in loaded if name.startswith("stepladder.exchange")]
+    assert "stepladder_exchange.process_group" not in ran.stdout.split()
+    assert "stepladder_exchange.shared_memory" not in ran.stdout.split()
 
 
 def rank_variables_in(tree: ast.Module) -> set[str]:
@@ -337,8 +403,9 @@ def is_private(part: str) -> bool:
 
 def test_private_names_of_torch_are_used_in_one_file() -> None:
     """And in the tools, whose patches (the probe, simulated CUDA) no training needs."""
-    allowed = ("rank.torch_fixes", "tools.")
-    used = {name: sorted(private_names_of_torch(tree)) for name, tree in modules().items()}
+    allowed = ("rank.torch_fixes", "stepladder_exchange.torch_fixes", "tools.")
+    files = modules() | exchange_modules()
+    used = {name: sorted(private_names_of_torch(tree)) for name, tree in files.items()}
     assert used["rank.torch_fixes"]
     assert not {name: uses for name, uses in used.items() if uses and not name.startswith(allowed)}
 
@@ -347,7 +414,7 @@ def test_no_file_is_too_long_to_be_read_in_one_go() -> None:
     lengths = {
         str(path.relative_to(ROOT)): len(path.read_text().splitlines())
         for path in ROOT.rglob("*.py")
-    }
+    } | {path.name: len(path.read_text().splitlines()) for path in EXCHANGE.glob("*.py")}
     assert {path: lines for path, lines in lengths.items() if lines > MAX_FILE_LINES} == {}
 
 
@@ -355,7 +422,7 @@ def test_a_class_name_means_one_thing() -> None:
     """Except `Config`, which every job file has."""
     names = Counter(
         node.name
-        for tree in modules().values()
+        for tree in (modules() | exchange_modules()).values()
         for node in ast.walk(tree)
         if isinstance(node, ast.ClassDef)
     )
