@@ -21,7 +21,9 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
 CONSTRAINTS := $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -c $(CONSTRAINTS)
-SLURM_LAB := packages/slurm-lab  # stepladder requires it, and it comes from this repository
+# stepladder requires these, and they come from this repository.
+PACKAGES := packages/slurm-lab packages/stepladder-exchange
+EDITABLE := $(addprefix -e ,$(PACKAGES))
 
 .PHONY: help venv demo test test-skipped test-slow check lint types wheels lessons site bench gpu chaos goodput fuzz mutants corpus adversary torch-tests images clean
 .NOTPARALLEL:
@@ -32,7 +34,7 @@ help:
 	@echo "make test-skipped  what the last make test skipped, after an installation of Slurm, sshd or chromium"
 	@echo "make test-slow  those that take longer, two cases of each, half an hour on two cores; all cases: CASES=0"
 	@echo "make check      lint, types and tests, as before every change"
-	@echo "make wheels     build slurm-lab, test it alone in an empty environment, and install stepladder with it: a minute"
+	@echo "make wheels     build slurm-lab and stepladder-exchange, test each alone in an empty environment, and install stepladder with them: four minutes"
 	@echo "make lessons    every lesson, every exercise and every solution: about five minutes"
 	@echo "make site       the documentation as a web site, in site/"
 	@echo "make bench      measure, with MNIST in MNIST=$(MNIST); results in benchmarks/results"
@@ -49,7 +51,7 @@ help:
 
 venv: $(INSTALLED)
 
-$(INSTALLED): constraints.txt pyproject.toml packages/slurm-lab/pyproject.toml
+$(INSTALLED): constraints.txt pyproject.toml $(PACKAGES:=/pyproject.toml)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 	  echo "error: $(PYTHON) is '$$($(PYTHON) --version 2>/dev/null)', not Python 3.11 or newer." \
 	    "HINT: make $(MAKECMDGOALS) PYTHON=/path/to/python3.11"; exit 2; }
@@ -59,7 +61,7 @@ $(INSTALLED): constraints.txt pyproject.toml packages/slurm-lab/pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(if $(TORCH),grep -vE '^(torch|setuptools|triton|sympy)==' constraints.txt > $(CONSTRAINTS))
 	$(PIP) 'setuptools>=77' torch$(if $(TORCH),==$(TORCH))
-	$(PIP) -q --no-build-isolation -e $(SLURM_LAB) -e '.[recipes,parquet,http,lessons,dev,docs]'
+	$(PIP) -q --no-build-isolation $(EDITABLE) -e '.[recipes,parquet,http,lessons,dev,docs]'
 	@touch $@
 
 demo: $(INSTALLED)
@@ -95,7 +97,7 @@ site: $(INSTALLED)
 	@echo "To read it: $(BIN)/python -m http.server --directory site --bind 127.0.0.1"
 
 bench: $(INSTALLED)
-	$(PIP) -q -c constraints-bench.txt --no-build-isolation -e $(SLURM_LAB) -e '.[recipes,parquet,dev,bench]'
+	$(PIP) -q -c constraints-bench.txt --no-build-isolation $(EDITABLE) -e '.[recipes,parquet,dev,bench]'
 	$(PIP) -q -c constraints-bench.txt --no-deps mosaicml-streaming
 	test -d $(MNIST) || $(BIN)/stepladder data get mnist --data-dir $(MNIST)
 	$(BIN)/python benchmarks/step_overhead.py --write
@@ -107,7 +109,7 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/table.py --write
 
 gpu:  # with the machine's own Python and torch: PYTHON=python3, PART=step for one part, DEVICE=cpu to rehearse
-	@PYTHONPATH="$(CURDIR)/src:$(CURDIR)/packages/slurm-lab/src" $(PYTHON) benchmarks/gpu.py --mnist "$(MNIST)" --movielens "$(MOVIELENS)" \
+	@PYTHONPATH="$(CURDIR)/src:$(CURDIR)/packages/slurm-lab/src:$(CURDIR)/packages/stepladder-exchange/src" $(PYTHON) benchmarks/gpu.py --mnist "$(MNIST)" --movielens "$(MOVIELENS)" \
 	  --shakespeare "$(SHAKESPEARE)" \
 	  --device $(DEVICE) $(if $(PART),--part $(PART))
 
@@ -129,7 +131,7 @@ fuzz: $(INSTALLED)
 	FUZZ_SEED=$(SEED) FUZZ_MINUTES=$(MINUTES) $(BIN)/python -m pytest tests/fuzz -n 4 --timeout=0
 
 mutants: $(INSTALLED)
-	$(PIP) -q -c constraints-bench.txt --no-build-isolation -e $(SLURM_LAB) -e '.[recipes,parquet,dev,mutants]'
+	$(PIP) -q -c constraints-bench.txt --no-build-isolation $(EDITABLE) -e '.[recipes,parquet,dev,mutants]'
 	$(BIN)/python benchmarks/mutants.py --write
 
 corpus: $(INSTALLED)

@@ -16,7 +16,7 @@ install() {
 # torch first, and apart from the rest: it is by far the largest part.
 if [ -n "${WHEELS-}" ]; then export PIP_EXTRA_INDEX_URL="$WHEELS"; fi
 install setuptools torch
-install --no-build-isolation ./packages/slurm-lab ".[$EXTRAS]"
+install --no-build-isolation ./packages/*/ ".[$EXTRAS]"
 
 stepladder --version
 python -c 'import torch; print("torch", torch.__version__, "CUDA", torch.version.cuda)'

@@ -70,10 +70,11 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
             ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"),
         )
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
-    sources = source, source / "packages" / "slurm-lab"
+    sources = source, *(path.parent for path in source.glob("packages/*/pyproject.toml"))
     done(*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", folder, *sources, cwd=folder)
     wheels = sorted(folder.glob("*.whl"))
-    assert [wheel.name.split("-")[0] for wheel in wheels] == ["slurm_lab", "stepladder"]
+    names = [wheel.name.split("-")[0] for wheel in wheels]
+    assert names == ["slurm_lab", "stepladder", "stepladder_exchange"]
     environment = folder / "environment"
     done(sys.executable, "-m", "venv", "--without-pip", environment, cwd=folder)
     done(*pip, "--python", environment, "install", "--no-deps", "--no-index", *wheels, cwd=folder)

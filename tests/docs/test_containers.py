@@ -152,7 +152,9 @@ def test_the_step_installs_a_stepladder_that_trains(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(
-        r"^Successfully installed slurm-lab-\S+ stepladder-", done.stdout, re.MULTILINE
+        r"^Successfully installed slurm-lab-\S+ stepladder-\S+ stepladder-exchange-",
+        done.stdout,
+        re.MULTILINE,
     )
 
     trained = run(
