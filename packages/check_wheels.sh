@@ -17,8 +17,8 @@ pip=("$python" -m pip --disable-pip-version-check)
 # Makes an environment without pip, named by the first word, that sees the folder of packages in the second one.
 make_environment() {
     "$python" -m venv --without-pip "$folder/$1"
-    mkdir "$folder/$2"
-    echo "$folder/$2" > "$("$folder/$1/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/$2.pth"
+    mkdir -p "$2"
+    echo "$2" > "$("$folder/$1/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/others.pth"
 }
 
 # Runs the tests of the package in the first word in the environment of the second one.
@@ -37,8 +37,8 @@ ls "$folder/wheels"
 test_alone slurm-lab lab
 
 # torch is too large to be installed once more.
-make_environment exchange torch-alone
-"$python" - "$folder/torch-alone" << 'END'
+make_environment exchange "$folder/torch/site-packages"
+"$python" - "$folder/torch/site-packages" << 'END'
 import re, sys
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
@@ -62,7 +62,7 @@ if "$folder/exchange/bin/python" -c 'import numpy' 2> /dev/null; then
 fi
 test_alone stepladder-exchange exchange
 
-make_environment both others
+make_environment both "$folder/others"
 others=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 for path in "$others"/*; do
     case ${path##*/} in
