@@ -24,6 +24,7 @@ import cloudpickle
 from stepladder.core.arguments import validate_arguments
 from stepladder.core.errors import BAD_INPUT, InputError
 from stepladder.core.process_count import parse_process_count, validate_process_count
+from stepladder.core.tracebacks import OWN_PREFIXES
 from stepladder.launcher.local.outcome import Failure, Raised
 from stepladder.launcher.local.supervisor import run_local
 from stepladder.launcher.options import Options
@@ -144,9 +145,10 @@ def launch(
 
 def _run_launcher(files: _CallFiles, rank_count: int, timeout: float, independent: bool) -> int:
     """Run the launcher process, print its output, and return its exit code."""
-    package_parent = str(Path(__file__).parents[2])
+    # Where both packages are installed, their folders are in one folder.
+    package_parents = {Path(prefix).parent: None for prefix in OWN_PREFIXES}
     users_path = os.environ.get("PYTHONPATH", "")
-    path = os.pathsep.join(filter(None, [package_parent, users_path]))
+    path = os.pathsep.join(filter(None, [*map(str, package_parents), users_path]))
     with subprocess.Popen(
         [sys.executable, "-c", LAUNCHER_CODE, json.dumps(asdict(files)), str(timeout)],
         stdin=subprocess.PIPE,

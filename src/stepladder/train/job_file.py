@@ -21,8 +21,8 @@ from stepladder.train.job_source import read_config_fields, relative_to_cwd
 # Imported by stepladder or torch, besides Python's own modules.
 IMPORTED_MODULES = {
     "click", "cloudpickle", "cuda", "filelock", "fsspec", "h5py", "jinja2", "mpmath", "networkx",
-    "numpy", "platformdirs", "psutil", "rich", "safetensors", "stepladder", "sympy", "tensorboard",
-    "torch", "triton", "typing_extensions", "xxhash",
+    "numpy", "platformdirs", "psutil", "rich", "safetensors", "stepladder",
+    "stepladder_exchange", "sympy", "tensorboard", "torch", "triton", "typing_extensions", "xxhash",
 }  # fmt: skip
 RECIPES_FOLDER = Path(__file__).parent.parent / "recipes"
 

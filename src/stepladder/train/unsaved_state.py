@@ -218,7 +218,8 @@ def _is_of_user(module: str) -> bool:
     """Tell whether a module is part of no library, whose objects may count or log as they like."""
     path = getattr(sys.modules.get(module), "__file__", None) or ""
     library = module.partition(".")[0]
-    return not (library in (*sys.stdlib_module_names, "stepladder") or "-packages" in path)
+    is_library = library in (*sys.stdlib_module_names, "stepladder", "stepladder_exchange")
+    return not is_library and "-packages" not in path
 
 
 def _find_readers(functions: Iterable[Any]) -> list[FunctionType]:

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 SITECUSTOMIZE_FOLDER = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100,PTH120  # pathlib would slow down every start
 FOLDERS_TO_PACKAGE_ROOT = 4
+# Where a checkout has stepladder_exchange, seen from the root; installed, it is in the root.
+EXCHANGE_IN_CHECKOUT = ("..", "packages", "stepladder-exchange", "src")
 # The module whose `attach` is called, by the environment variable that asks for it.
 ATTACHED_AT_START = {"STEPLADDER_CHECK": "stepladder.tools.check.probe.at_start"}
 ATTACHED_AFTER_TORCH = {
@@ -73,7 +75,7 @@ def _import_own(name: str) -> Any:
         root = SITECUSTOMIZE_FOLDER
         for _ in range(FOLDERS_TO_PACKAGE_ROOT):
             root = os.path.dirname(root)  # noqa: PTH120
-        sys.path.append(root)
+        sys.path += [root, os.path.join(root, *EXCHANGE_IN_CHECKOUT)]  # noqa: PTH118
         return import_module(name)
 
 
