@@ -3,7 +3,7 @@
 Do torch's own tests of torch.distributed pass on shared memory as they pass on gloo?
 
 They are the tests of torch.testing._internal.distributed.distributed_test, which is in torch's
-wheel. All run with gloo, and those that pass with `stepladder.exchange` in gloo's place. Needs the
+wheel. All run with gloo, and those that pass with `stepladder_exchange` in gloo's place. Needs the
 package expecttest, which is in the extra `dev`. About ten minutes for each number of ranks.
 """
 

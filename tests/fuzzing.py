@@ -61,7 +61,7 @@ LIMITED = (
 # A command's own exit codes, and those of what it was stopped by.
 ENDS = {0, 1, 2}
 STOPPED_ENDS = {0, 1, 2, 75, 130, 137, 143, -signal.SIGTERM}
-RAISED = re.compile(r'File "[^"]*?/(stepladder/[^"]+)", line \d+, in (\S+)')
+RAISED = re.compile(r'File "[^"]*?/(stepladder(?:_exchange)?/[^"]+)", line \d+, in (\S+)')
 LONGEST = 1200  # characters of a line that says what is wrong
 
 C = TypeVar("C")
