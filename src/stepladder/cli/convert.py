@@ -50,9 +50,10 @@ def command(script: Path, args: Words = (), **values: Any) -> int:
     """Propose how SCRIPT, which trains on one process, trains on many; prove each step.
 
     Runs SCRIPT with ARGS on one process, in a copy of the working folder, and proposes small
-    changes, rung by rung. After each, the changed script runs on one and on two CPU processes with
-    frozen weights: samples, gradients and shown numbers must be those of SCRIPT. A rung that does
-    not hold is not offered, and it is said why. Exit code 1 if a rung was not offered, else 0.
+    changes, rung by rung. After each, the changed script runs on one and on two CPU processes, with
+    frozen weights and some batches of each loader: samples, gradients and shown numbers must be
+    those of SCRIPT. A rung that does not hold is not offered, and it is said why. Exit code 1 if
+    a rung was not offered, else 0.
     """
     flags = _ConvertFlags(**values)
     validate_script(script, args)

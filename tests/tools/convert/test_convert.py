@@ -72,13 +72,21 @@ def test_samples_that_are_cut_by_hand_are_left_to_a_person(
 
 @pytest.mark.slow
 @pytest.mark.corpus
-@pytest.mark.parametrize("name", ["trainer_class", "summed_loss"])
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("trainer_class", ".module"),
+        ("summed_loss", '"%d of %d samples, loss %.4f" % (sum_over_processes(step * len(x)), '),
+    ],
+)
 def test_a_script_of_another_kind_climbs_the_whole_ladder(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.copy(Path(__file__).parent / "scripts" / f"{name}.py", tmp_path / "train.py")
     result = convert_in(tmp_path, monkeypatch, RUNGS[-1].letter)
     assert result.stopped == ""
+    assert not any(rung.not_judged for rung in result.rungs)
+    assert expected in result.files["train.py"]
     (tmp_path / "train_ddp.py").write_text(result.files["train.py"])
     done = run("run", "--nproc", "2", "train_ddp.py", cwd=tmp_path)
     assert done.returncode == 0, done.stderr

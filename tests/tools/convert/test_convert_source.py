@@ -10,7 +10,13 @@ import pytest
 from stepladder.tools.check.events import Print
 from stepladder.tools.check.recording import RankLog, Recording
 from stepladder.tools.convert.facts import ScriptFacts
-from stepladder.tools.convert.rungs import Conversion, find_lines_not_judged
+from stepladder.tools.convert.ladder import compose
+from stepladder.tools.convert.rungs import (
+    FIRST_STEPS,
+    Conversion,
+    find_lines_not_judged,
+    shorten_epochs,
+)
 from stepladder.tools.convert.shown_expressions import find_shown_expression
 from stepladder.tools.convert.source import CannotConvert, SourceText, diff
 from stepladder.tools.probe.events import CodeLine
@@ -147,7 +153,27 @@ def test_lines_that_no_run_has_shown_or_that_showed_a_0_are_not_judged(tmp_path:
         Print(at=CodeLine("train.py", 1), text="0"),
         Print(at=CodeLine("train.py", 3), text="7"),
     ]
+    found = find_lines_not_judged(convert_printed(tmp_path / "train.py", printed))
+    assert [call.lineno for _, call in found] == [1, 4]
+
+
+def test_what_prints_in_rare_steps_and_was_not_judged_prints_in_the_first_steps(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "train.py").write_text(
+        "if (step + 1) % every == 0 and verbose:\n    print(loss)\n"
+        "if step % 2 == 0:\n    print(step)\n"
+    )
+    printed = [Print(at=CodeLine("train.py", 4), text="2")]
+    conversion = convert_printed(tmp_path / "train.py", printed)
+    text = compose(conversion.files, [shorten_epochs(conversion, 2)])["train.py"].text
+    assert text.splitlines()[::2] == [
+        f"if ((step + 1) % every == 0 or (step + 1) % every < {FIRST_STEPS}) and verbose:",
+        "if step % 2 == 0:",
+    ]
+
+
+def convert_printed(script: Path, printed: list[Print]) -> Conversion:
+    """Return the conversion of a script whose run has printed some lines."""
     facts = ScriptFacts(Recording([RankLog(0, [*printed])], 1))
-    files = {"train.py": SourceText("train.py", tmp_path / "train.py")}
-    found = find_lines_not_judged(Conversion("train.py", files, facts))
-    assert [text.split()[0] for text in found] == ["train.py:1", "train.py:4"]
+    return Conversion(script.name, {script.name: SourceText(script.name, script)}, facts)

@@ -58,6 +58,8 @@ class Request:
         simulate_gpus: Whether GPUs are simulated from the first run on, and not only if the script
             fails without.
         writable_folders: Folders that the script may write for real.
+        batches: The number of batches of each loader; 0 for all. With fewer the ranks are not
+            compared with one process.
         root: The folder that is copied, in place of the working folder.
         resume_args: More arguments for the start that resumes.
         preempt: At how many moments the script is interrupted as a cluster does it.
@@ -73,6 +75,7 @@ class Request:
     nproc: int = 2
     steps: int = 0
     epochs: int = 0
+    batches: int = 0
     resume: bool = False
     static: bool = False
     timeout: float = 600.0
@@ -256,6 +259,7 @@ class Check:
         runs = ScriptRuns(self.watch)
         run = runs.run(launch)
         self.notes += runs.notes
+        launch.servers.preload(run.recording, launch.sandbox)
         evidence = RunEvidence(run.recording, self.source)
         findings = [] if self.request.relations_only else apply_rules(evidence)
         self.preliminary_findings = findings
@@ -291,7 +295,11 @@ class Check:
         ranks = len(run.recording.ranks)
         has_steps = bool(run.recording.select(OptimizerStep))
         is_divided = bool(run.recording.select(ModelDivided))
-        is_cut = bool(self.request.steps) or run.outcome.late or run.outcome.failed
+        is_cut = (
+            bool(self.request.steps or self.request.batches)
+            or run.outcome.late
+            or run.outcome.failed
+        )
         is_cut |= run.outcome.has_stalled
         if ranks < 2 or is_cut or not has_steps or is_divided:
             return Comparison()
@@ -343,6 +351,7 @@ class Check:
             original=str(self.folder),
             epochs=request.epochs,
             steps=request.steps,
+            batches=request.batches,
             leaves=request.leaves,
         )
         return RankLaunch(

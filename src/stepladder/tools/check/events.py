@@ -26,6 +26,12 @@ class ProcessExit(ProbeEvent, kind="exit"):
     group: bool = False
 
 
+class LoadedLibraries(ProbeEvent, kind="libraries"):
+    """The modules that the next starts may have imported before the probe is attached."""
+
+    names: list[str]
+
+
 class SpawnsRanks(ProbeEvent, kind="spawns"):
     """The script makes its ranks itself, and must be started as one process."""
 

@@ -9,10 +9,15 @@ import socket
 import subprocess
 import sys
 from contextlib import suppress
+from dataclasses import replace
 
 import psutil
 
+from stepladder.tools.check.events import LoadedLibraries
 from stepladder.tools.check.forked_rank import ForkRequest
+from stepladder.tools.check.isolation.sandbox import Sandbox
+from stepladder.tools.check.isolation.summary import summarize
+from stepladder.tools.check.recording import Recording
 from stepladder.tools.probe.startup.sitecustomize import ATTACHED_AFTER_TORCH
 
 # -P: the user's working folder is not searched for modules.
@@ -27,6 +32,19 @@ class ForkServers:
 
     def __init__(self) -> None:
         self.servers: dict[int, ForkServer] = {}
+        self.libraries: tuple[str, ...] = ()
+
+    def preload(self, recording: Recording, sandbox: Sandbox) -> None:
+        """Let the servers import what a run has imported, if that changed no file of the user's.
+
+        Args:
+            recording: A run.
+            sandbox: Where it ran.
+        """
+        isolation = summarize(sandbox)
+        if not isolation.written and not isolation.refused:
+            names = [name for _, event in recording.select(LoadedLibraries) for name in event.names]
+            self.libraries = tuple(dict.fromkeys(names))
 
     def fork(self, rank: int, request: ForkRequest, output: int) -> ForkedProcess:
         """Start the process of one rank.
@@ -40,7 +58,7 @@ class ForkServers:
         if server is None or server.is_over:
             env = {k: v for k, v in request.env.items() if k not in ATTACHED_AFTER_TORCH}
             server = self.servers[rank] = ForkServer(env, output)
-        return server.fork(request, output)
+        return server.fork(replace(request, libraries=self.libraries), output)
 
     def close(self) -> None:
         for server in self.servers.values():

@@ -17,6 +17,8 @@ import socket
 import struct
 import sys
 import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
@@ -45,11 +47,13 @@ class ForkRequest:
         env: Its environment variables.
         entry: How it enters the sandbox.
         arguments: The script, or `-m` and a module, and the arguments of the script.
+        libraries: The modules that the server imports before it forks.
     """
 
     env: dict[str, str]
     entry: Entry
     arguments: list[str]
+    libraries: tuple[str, ...] = ()
 
     def send(self, connection: socket.socket, output: int) -> None:
         """Send the request, with its output and the descriptors of its namespaces."""
@@ -96,6 +100,7 @@ def fork_for_requests(connection: socket.socket) -> ForkRequest:
             if not connection.recv(1, socket.MSG_PEEK):
                 os._exit(0)
             request, output = ForkRequest.receive(connection)
+            import_libraries(request.libraries)
             pid = os.fork()
             if not pid:
                 os.setsid()
@@ -108,6 +113,15 @@ def fork_for_requests(connection: socket.socket) -> ForkRequest:
             connection.sendall(b"%d\n" % pid)
         for pid, code in reap_children():
             connection.sendall(b"%d %d\n" % (pid, code))
+
+
+def import_libraries(names: Sequence[str]) -> None:
+    """Import what is not imported yet; what fails is left to the script."""
+    if new := [name for name in names if name not in sys.modules]:
+        for name in new:
+            with suppress(Exception, SystemExit):
+                importlib.import_module(name)
+        gc.freeze()
 
 
 def reap_children() -> list[tuple[int, int]]:

@@ -194,6 +194,7 @@ class RankLaunch:
         spawns: Whether this one process makes the ranks.
         nodes: The number of nodes that the ranks simulate.
         interruption: What interrupts this start.
+        others: The number of processes of other starts that run at once.
         keeps_copies: Whether ranks go on that train and have not asked for their rank.
     """
 
@@ -209,6 +210,7 @@ class RankLaunch:
     spawns: bool = False
     nodes: int = 2
     interruption: Interruption | None = None
+    others: int = 0
     keeps_copies: bool = False
     timeout_s: float = 600.0
     patience_s: float = 25.0
@@ -225,7 +227,8 @@ class RankLaunch:
         env["PYTHONDONTWRITEBYTECODE"] = "1"
         env[PROBE_SETTINGS] = self.settings.to_json()
         env |= self.sandbox.variables()
-        env.setdefault("OMP_NUM_THREADS", str(max(1, count_cores() // self.nproc)))
+        cores_per_process = count_cores() // (self.nproc + self.others)
+        env.setdefault("OMP_NUM_THREADS", str(max(1, cores_per_process)))
         if not self.is_alone:  # sets of texts have another order on each rank, the same each time
             env.setdefault("PYTHONHASHSEED", str(rank + 1))
         if not self.gpus_available:  # else Accelerate lets each rank train alone

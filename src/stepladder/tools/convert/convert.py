@@ -151,8 +151,12 @@ class Converter:
             diffs = [diff(name, texts[name], text) for name, text in files.items()]
             texts |= files
             diffs = [text for text in diffs if text]
-            not_judged = find_lines_not_judged(conversion) if rung.finish else []
-            proved.append(ProvedRung(rung, diffs, proof.holds, not_judged))
+            proved.append(ProvedRung(rung, diffs, proof.holds))
+            if rung.finish:
+                proved[-1].not_judged.extend(
+                    f"{file.name}:{call.lineno} prints what no run has shown, or a 0 each time"
+                    for file, call in find_lines_not_judged(conversion)
+                )
             on_rung(proved[-1])
             if rung.letter == self.request.last:
                 break
@@ -164,12 +168,12 @@ class Converter:
         Raises:
             InputError: It does not run, or trains nothing.
         """
-        recorded = self.run_original({"facts": Start(frozen="")})["facts"]
-        shown = self.style.script.name
-        if not recorded.run.has_trained:
-            raise InputError(
-                f"{shown} made no optimizer step", f"python {shown}, with its arguments"
-            )
+        recorded = self.starter.run_few_batches()
+        reason = why_failed(recorded)
+        if reason or not recorded.run.has_trained:
+            shown = self.style.script.name
+            problem = f"on one process {reason}" if reason else "made no optimizer step"
+            raise InputError(f"{shown} {problem}", f"python {shown}, with its arguments")
         source = read_source(self.style.script, self.style.root)
         files = {item.name: SourceText(item.name, item.path) for item in source.files}
         main = str(self.style.script.relative_to(self.style.root))
@@ -226,7 +230,11 @@ class Converter:
             (copy / name).write_text(file.text, encoding="utf-8")
         script = copy / self.style.script.relative_to(self.style.root)
         request = checking.Request(
-            script, self.request.args, resume=True, timeout=self.request.timeout
+            script,
+            self.request.args,
+            batches=self.starter.batches,
+            resume=True,
+            timeout=self.request.timeout,
         )
         with chdir(copy / self.style.subfolder):
             report = checking.check(request)

@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-DIST = "import torch.distributed as dist"
-
-
-class _Helper(NamedTuple):
-    """A function of a converted script.
-
-    Args:
-        text: Its definition; empty for a class of torch.
-        imports: The lines that it needs.
-    """
-
-    text: str
-    imports: tuple[str, ...]
-
+# What the name of each stands for.
+IMPORTS = {
+    "os": "import os",
+    "signal": "import signal",
+    "sys": "import sys",
+    "torch": "import torch",
+    "dist": "import torch.distributed as dist",
+    "islice": "from itertools import islice",
+    "DistributedDataParallel": "from torch.nn.parallel import DistributedDataParallel",
+    "DataLoader": "from torch.utils.data import DataLoader",
+    "StopSignals": "from stepladder import StopSignals",
+}
 
 HELPERS = {
-    "DistributedDataParallel": _Helper(
-        "", ("import torch", DIST, "from torch.nn.parallel import DistributedDataParallel")
-    ),
-    "join_processes": _Helper(
-        '''\
+    "join_processes": '''\
 def join_processes():
     """Join the processes that torchrun has started; without it, this one is the only one."""
     backend = "nccl" if torch.cuda.is_available() else "gloo"
@@ -34,10 +26,7 @@ def join_processes():
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))''',
-        ("import os", "import torch", DIST),
-    ),
-    "ShareOfSampler": _Helper(
-        '''\
+    "ShareOfSampler": '''\
 class ShareOfSampler:
     """What this process takes of a sampler: process 0 draws for all."""
 
@@ -46,23 +35,16 @@ class ShareOfSampler:
         self.has_equal_shares = has_equal_shares
 
     def __iter__(self):
-        rank, size = dist.get_rank(), dist.get_world_size()
-        draws = iter(self.sampler)
-        drawn = [None]
-        while drawn != [[]]:
-            drawn = [list(islice(draws, 1000 * size))]
-            dist.broadcast_object_list(drawn)
-            if self.has_equal_shares:
-                drawn[0] += drawn[0][: -len(drawn[0]) % size]
-            yield from drawn[0][rank::size]
+        drawn = [list(islice(self.sampler, len(self.sampler)))]
+        dist.broadcast_object_list(drawn)
+        if self.has_equal_shares:
+            drawn[0] += drawn[0][: -len(drawn[0]) % dist.get_world_size()]
+        yield from drawn[0][dist.get_rank() :: dist.get_world_size()]
 
     def __len__(self):
         first = 0 if self.has_equal_shares else dist.get_rank()
         return len(range(first, len(self.sampler), dist.get_world_size()))''',
-        ("from itertools import islice", DIST),
-    ),
-    "copy_loader": _Helper(
-        '''\
+    "copy_loader": '''\
 def copy_loader(loader, **changes):
     """Return a loader like another one, of other batches."""
     names = (
@@ -70,71 +52,47 @@ def copy_loader(loader, **changes):
         "persistent_workers",
     )
     return DataLoader(**{name: getattr(loader, name) for name in names}, **changes)''',
-        ("from torch.utils.data import DataLoader",),
-    ),
-    "share_of_batch": _Helper(
-        '''\
+    "share_of_batch": '''\
 def share_of_batch(size):
     """Return how many samples of a batch this process takes."""
     if size % dist.get_world_size():
         raise ValueError(f"a batch of {size} has no equal shares")
     return size // dist.get_world_size()''',
-        (DIST,),
-    ),
-    "share_samples": _Helper(
-        '''\
+    "share_samples": '''\
 def share_samples(loader, size=None):
     """Return a loader of this process's share of each batch."""
     return copy_loader(
         loader, batch_size=size or share_of_batch(loader.batch_size), drop_last=loader.drop_last,
         sampler=ShareOfSampler(loader.sampler, has_equal_shares=True),
     )''',
-        (),
-    ),
-    "share_batches": _Helper(
-        '''\
+    "share_batches": '''\
 def share_batches(loader):
     """Return a loader of this process's batches: each sample is evaluated by one process."""
     return copy_loader(loader, batch_sampler=ShareOfSampler(loader.batch_sampler))''',
-        (),
-    ),
-    "sum_over_processes": _Helper(
-        '''\
+    "sum_over_processes": '''\
 def sum_over_processes(value):
     """Return the sum of a number or a tensor over all processes; lists are joined."""
     value = value.cpu() if torch.is_tensor(value) else value
     parts = [None] * dist.get_world_size()
     dist.all_gather_object(parts, value)
     return sum(parts[1:], parts[0])''',
-        ("import torch", DIST),
-    ),
-    "mean_over_processes": _Helper(
-        '''\
+    "mean_over_processes": '''\
 def mean_over_processes(value):
     """Return the mean of a number over all processes."""
     return sum_over_processes(value) / dist.get_world_size()''',
-        (DIST,),
-    ),
-    "print_once": _Helper(
-        '''\
+    "print_once": '''\
 def print_once(*args, **kwargs):
     """Print from one process alone; all compute what is printed."""
     if not dist.is_initialized() or dist.get_rank() == 0:
         print(*args, **kwargs)''',
-        (DIST,),
-    ),
-    "save_once": _Helper(
-        '''\
+    "save_once": '''\
 def save_once(value, path):
     """Save from one process alone; the file is there whole or not at all."""
     if dist.get_rank() == 0:
         torch.save(value, f"{path}.part")
         os.replace(f"{path}.part", path)
     dist.barrier()''',
-        ("import os", "import torch", DIST),
-    ),
-    "Nothing": _Helper(
-        '''\
+    "Nothing": '''\
 class Nothing:
     """Stands for what process 0 alone writes with: all that is done with it does nothing."""
 
@@ -143,20 +101,14 @@ class Nothing:
 
     def __call__(self, *args, **kwargs):
         return self''',
-        (),
-    ),
-    "save_snapshot": _Helper(
-        '''\
+    "save_snapshot": '''\
 def save_snapshot(path, parts, **values):
     """Save all that the training goes on with: parts, values, and random numbers."""
     random = [None] * dist.get_world_size()
     dist.all_gather_object(random, torch.get_rng_state())
     states = {name: part.state_dict() for name, part in parts.items()}
     save_once({**values, "parts": states, "random": random}, path)''',
-        (DIST,),
-    ),
-    "load_snapshot": _Helper(
-        '''\
+    "load_snapshot": '''\
 def load_snapshot(path, parts):
     """Load a snapshot, if there is one, into the parts; return its values."""
     if not os.path.exists(path):
@@ -167,25 +119,16 @@ def load_snapshot(path, parts):
     if dist.get_rank() < len(snapshot["random"]):
         torch.set_rng_state(snapshot["random"][dist.get_rank()])
     return snapshot''',
-        ("import os", "import torch", DIST),
-    ),
-    "StopSignals": _Helper("", ("import sys", "from stepladder import StopSignals")),
-    "watch_for_stop": _Helper(
-        '''\
+    "watch_for_stop": '''\
 stop_signals = []
 
 
 def watch_for_stop():
     """Remember a signal that asks to stop."""
     signal.signal(signal.SIGTERM, lambda number, _: stop_signals.append(number))''',
-        ("import signal",),
-    ),
-    "exit_if_asked": _Helper(
-        '''\
+    "exit_if_asked": '''\
 def exit_if_asked():
     """End all processes if one was asked to stop; 75 asks for a new start."""
     if sum_over_processes(len(stop_signals)):
         sys.exit(75)''',
-        ("import sys",),
-    ),
 }

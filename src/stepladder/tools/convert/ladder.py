@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from stepladder.tools.convert import rungs, rungs_snapshot
-from stepladder.tools.convert.helpers import HELPERS
+from stepladder.tools.convert.helpers import HELPERS, IMPORTS
 from stepladder.tools.convert.rungs import Conversion, Edits
 from stepladder.tools.convert.source import Edit, EditedText, SourceText
 
@@ -114,48 +114,38 @@ RUNGS = (
 )
 
 
-NEEDED_BY = {
-    "share_samples": ("share_of_batch", "ShareOfSampler", "copy_loader"),
-    "share_batches": ("ShareOfSampler", "copy_loader"),
-    "mean_over_processes": ("sum_over_processes",),
-    "exit_if_asked": ("sum_over_processes",),
-    "save_snapshot": ("save_once",),
-}
-
-
 def compose(files: dict[str, SourceText], steps: Sequence[Edits]) -> dict[str, EditedText]:
     """Return the files with the edits of rungs, and with the functions that these call."""
     composed = {}
     for name, file in files.items():
-        imports: list[str] = []
-        functions: list[str] = []
+        names: set[str] = set()
         edits: list[Edit] = []
         for step in steps:
-            step_edits = step.get(name, [])
-            edits += step_edits
-            for helper in _helpers_in(step_edits):
-                imports += HELPERS[helper].imports
-                functions.append(HELPERS[helper].text)
+            edits += step.get(name, [])
+            names |= _names_used(step.get(name, []))
         if edits:
-            composed[name] = file.apply([*definitions(file, imports, functions), *edits])
+            composed[name] = file.apply([*definitions(file, names), *edits])
     return composed
 
 
-def _helpers_in(edits: list[Edit]) -> list[str]:
-    """Return the functions that edits call, and those that these call."""
-    text = "\n".join(edit.text for edit in edits)
-    used = {name for name in HELPERS if re.search(rf"\b{name}\b", text)}
-    for name in tuple(used):
-        used.update(NEEDED_BY.get(name, ()))
-    return [name for name in HELPERS if name in used]
+def _names_used(edits: list[Edit]) -> set[str]:
+    """Return the imports and functions that edits use, and those that these use."""
+    used: set[str] = set()
+    texts = [edit.text for edit in edits]
+    while texts:
+        words = set(re.findall(r"(?<!\.)\b\w+", "\n".join(texts)))
+        new = words & (IMPORTS.keys() | HELPERS.keys()) - used
+        used |= new
+        texts = [HELPERS.get(name, "") for name in new]
+    return used
 
 
-def definitions(file: SourceText, imports: list[str], functions: list[str]) -> list[Edit]:
+def definitions(file: SourceText, names: set[str]) -> list[Edit]:
     """Return the edits that import and define what a file does not have yet."""
     known = set(file.text.splitlines())
-    lines = [line for line in dict.fromkeys(imports) if line not in known]
+    lines = [line for name, line in IMPORTS.items() if name in names and line not in known]
     text = "".join(f"{line}\n" for line in lines)
-    text += "".join(f"\n\n{function}\n" for function in dict.fromkeys(functions) if function)
+    text += "".join(f"\n\n{body}\n" for name, body in HELPERS.items() if name in names)
     return [file.insert_after(_last_import(file), text)] if text else []
 
 

@@ -13,6 +13,7 @@ from stepladder.tools.convert.facts import LoaderFacts, ScriptFacts, Use
 from stepladder.tools.convert.source import CannotConvert, Edit, Scope, SourceText
 from stepladder.tools.findings.finding import Location
 
+FIRST_STEPS = 4  # enough for a mean, and few where the script evaluates in these steps
 RANK_0 = "dist.get_rank() == 0"
 # What a wrapped model answers as the model does.
 KEPT_BY_WRAPPER = {
@@ -185,10 +186,17 @@ def divide_batch_size(conversion: Conversion) -> Edits:
     return _wrap_loaders(conversion, of_training=True, helper="share_samples", divides=True)
 
 
-def find_epoch_loop(
+def find_epoch_loops(conversion: Conversion) -> Iterator[tuple[SourceText, ast.For]]:
+    """Yield the `for` loops in which a training loader is iterated again, one for each loader."""
+    for loader in conversion.facts.loaders:
+        loop = _find_loop_around(conversion, loader) if loader.is_training else None
+        if loop and isinstance(loop[1], ast.For):
+            yield loop[0], loop[1]
+
+
+def _find_loop_around(
     conversion: Conversion, loader: LoaderFacts
-) -> tuple[SourceText, ast.For] | None:
-    """Return the `for` loop in which a loader is iterated again; None if there is none."""
+) -> tuple[SourceText, ast.stmt] | None:
     for uses in loader.uses:
         for depth, use in enumerate(uses):
             if not conversion.is_known(use.location):
@@ -196,24 +204,32 @@ def find_epoch_loop(
             file = conversion.file(use.location)
             loops = file.loops_around(conversion.statement(use.location))
             loops = [loop for loop in loops if depth or not _iterates_at(loop, use.location.line)]
-            for loop in loops[:1]:
-                if not isinstance(loop, ast.For):
-                    return None
-                return file, loop
+            if loops:
+                return file, loops[0]
     return None
 
 
 def shorten_epochs(conversion: Conversion, epochs: int) -> Edits:
-    """Return the edits of a run that is to reach the end of the script: it makes a few epochs."""
+    """Return the edits of a run that is to come to all lines: it makes a few epochs.
+
+    What prints in each hundredth step, say, and has shown nothing, prints in the first steps, too.
+    """
     edits: Edits = {}
-    for loader in conversion.facts.loaders:
-        epoch_loop = find_epoch_loop(conversion, loader) if loader.is_training else None
-        if epoch_loop:
-            file, loop = epoch_loop
-            edits[file.name] = file.wrap(
-                loop.iter, '__import__("itertools").islice(', f", {epochs})"
-            )
+    for file, loop in find_epoch_loops(conversion):
+        edits[file.name] = file.wrap(loop.iter, '__import__("itertools").islice(', f", {epochs})")
+    for file, test in dict.fromkeys(_tests_of_lines_not_judged(conversion)):
+        for node in file.nodes(ast.Compare, test):
+            if isinstance(node.left, ast.BinOp) and isinstance(node.left.op, ast.Mod):
+                text = f" or {file.text_of(node.left)} < {FIRST_STEPS})"
+                add(edits, file, *file.wrap(node, "(", text))
     return edits
+
+
+def _tests_of_lines_not_judged(conversion: Conversion) -> Iterator[tuple[SourceText, ast.expr]]:
+    for file, call in find_lines_not_judged(conversion):
+        for node in file.ancestors(call):
+            if isinstance(node, ast.If):
+                yield file, node.test
 
 
 def _iterates_at(loop: ast.stmt, line: int) -> bool:
@@ -450,8 +466,8 @@ def _calls_of(conversion: Conversion, name: str) -> Iterator[tuple[SourceText, a
                 yield file, call
 
 
-def find_lines_not_judged(conversion: Conversion) -> list[str]:
-    """Return the lines that print values, and that no run came to, or that showed a 0 each time."""
+def find_lines_not_judged(conversion: Conversion) -> Iterator[tuple[SourceText, ast.Call]]:
+    """Yield the calls that print values, and that no run came to, or that showed a 0 each time."""
     facts = conversion.facts
     judged = {
         facts.location(line)
@@ -462,12 +478,11 @@ def find_lines_not_judged(conversion: Conversion) -> list[str]:
     for (line, *_), series in read_series(facts.log).items():
         if line and not any(series.values):
             judged.discard(facts.location(line))
-    return [
-        f"{file.name}:{call.lineno} prints what no run has shown, or a 0 each time"
-        for file, call in _calls_of(conversion, "print")
-        if not all(isinstance(argument, ast.Constant) for argument in call.args)
-        and not judged & {Location(file.name, line) for line in lines_of(call)}
-    ]
+    for file, call in _calls_of(conversion, "print"):
+        locations = {Location(file.name, line) for line in lines_of(call)}
+        is_fixed = all(isinstance(argument, ast.Constant) for argument in call.args)
+        if not is_fixed and not judged & locations:
+            yield file, call
 
 
 def write_once(conversion: Conversion) -> Edits:

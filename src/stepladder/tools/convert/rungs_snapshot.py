@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-from dataclasses import dataclass
 from pathlib import Path
 
 from stepladder.tools.check.events import NamesInUse
@@ -13,7 +12,7 @@ from stepladder.tools.convert.rungs import (
     Edits,
     add,
     assigned_before,
-    find_epoch_loop,
+    find_epoch_loops,
     name_of_epoch,
 )
 from stepladder.tools.convert.source import CannotConvert, Edit, SourceText
@@ -28,36 +27,14 @@ STOP_FORMS = {
 }
 
 
-@dataclass(frozen=True)
-class _EpochLoop:
-    """The loop over epochs, and what goes on from one epoch to the next.
-
-    Args:
-        file: Its file.
-        loop: The loop.
-        parts: The names of models, optimizers and schedules there.
-        values: The variables that begin before the loop and change in it.
-    """
-
-    file: SourceText
-    loop: ast.For
-    parts: list[str]
-    values: list[str]
-
-
-def _read_epoch_loop(conversion: Conversion) -> _EpochLoop:
+def _first_epoch_loop(conversion: Conversion) -> tuple[SourceText, ast.For]:
     """Return the loop over epochs.
 
     Raises:
-        CannotConvert: There is none over a range, or a part has no name there.
+        CannotConvert: There is none.
     """
-    for loader in conversion.facts.loaders:
-        epoch_loop = find_epoch_loop(conversion, loader) if loader.is_training else None
-        if epoch_loop is not None:
-            file, loop = epoch_loop
-            return _EpochLoop(
-                file, loop, parts_of(conversion, file, loop), _changing_values(file, loop)
-            )
+    for file, loop in find_epoch_loops(conversion):
+        return file, loop
     raise CannotConvert("no loop over epochs: a snapshot is saved at the end of each")
 
 
@@ -104,19 +81,19 @@ def _changing_values(file: SourceText, loop: ast.For) -> list[str]:
 
 def save_and_resume(conversion: Conversion) -> Edits:
     """Save everything at the end of each epoch, and go on from there."""
-    epochs = _read_epoch_loop(conversion)
-    file, loop = epochs.file, epochs.loop
+    file, loop = _first_epoch_loop(conversion)
+    changing = _changing_values(file, loop)
     edits: Edits = {}
     models = conversion.facts.model_names
     parts = ", ".join(
         f'"{name.removeprefix("self.")}": {name}{".module" if name in models else ""}'
-        for name in epochs.parts
+        for name in parts_of(conversion, file, loop)
     )
     path = _free_name(conversion)
     lines = [f"parts = {{{parts}}}", f'snapshot = load_snapshot("{path}", parts)']
-    lines += [f'{name} = snapshot.get("{name}", {name})' for name in epochs.values]
+    lines += [f'{name} = snapshot.get("{name}", {name})' for name in changing]
     add(edits, file, file.insert_before(loop, "\n".join(lines)), _begin_at(file, loop))
-    values = "".join(f", {name}={name}" for name in epochs.values)
+    values = "".join(f", {name}={name}" for name in changing)
     epoch = name_of_epoch(file, loop)
     save = f'save_snapshot("{path}", parts, epoch={epoch} + 1{values})'
     add(edits, file, file.insert_after(loop.body[-1], save))
@@ -133,7 +110,8 @@ def _begin_at(file: SourceText, loop: ast.For) -> Edit:
     """
     match loop.iter:
         case ast.Call(func=ast.Name(id="range"), args=[_], keywords=[]):
-            return file.insert_at(file.start(loop.iter.args[0]), 'snapshot.get("epoch", 0), ')
+            begin = file.start(loop.iter.args[0])
+            return Edit(begin, begin, 'snapshot.get("epoch", 0), ')
         case ast.Call(func=ast.Name(id="range"), args=[first, _], keywords=[]):
             return file.replace(first, f'snapshot.get("epoch", {file.text_of(first)})')
     raise CannotConvert(f"{file.name}:{loop.lineno} is no loop over a range")
@@ -149,13 +127,6 @@ def _free_name(conversion: Conversion) -> str:
 
 def stop_when_asked(conversion: Conversion) -> Edits:
     """End with exit code 75 after the snapshot of an epoch in which SIGTERM has come."""
-    epochs = _read_epoch_loop(conversion)
+    file, loop = _first_epoch_loop(conversion)
     before, after = STOP_FORMS[conversion.imports_stepladder]
-    edits: Edits = {}
-    add(
-        edits,
-        epochs.file,
-        epochs.file.insert_before(epochs.loop, before),
-        epochs.file.insert_after(epochs.loop.body[-1], after),
-    )
-    return edits
+    return {file.name: [file.insert_before(loop, before), file.insert_after(loop.body[-1], after)]}

@@ -194,10 +194,6 @@ class SourceText:
         lines = [f"{indentation}{line}".rstrip() for line in text.splitlines()]
         return Edit(at, at, "".join(f"{line}\n" for line in lines), order)
 
-    @staticmethod
-    def insert_at(index: int, text: str) -> Edit:
-        return Edit(index, index, text)
-
     def replace(self, node: ast.expr | ast.stmt, text: str) -> Edit:
         return Edit(self.start(node), self.end(node), text)
 

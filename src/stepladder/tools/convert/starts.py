@@ -17,6 +17,8 @@ from stepladder.tools.check.rank_processes import LaunchOutcome, RankLaunch, run
 from stepladder.tools.check.recording import Recording, read_recording
 from stepladder.tools.check.script_runs import ScriptRun
 
+# A mean and a smaller last batch show as much as all batches; accumulated gradients need more.
+NUMBERS_OF_BATCHES = (8, 64, 0)
 Variant = Literal["", "plain", "shuffled", "reweighted"]
 
 
@@ -53,6 +55,7 @@ class ScriptStarter:
         scratch: A folder for the copies.
         servers: The processes from which the ranks are forked.
         epochs: The training passes to watch; 0 for two, and more as long as the run is short.
+        batches: The batches of each loader, beside a smaller last one.
         timeout_s: The seconds that a start may take.
     """
 
@@ -70,9 +73,18 @@ class ScriptStarter:
         self.scratch = scratch
         self.servers = servers
         self.epochs = epochs
+        self.batches = 0  # of each loader, beside a smaller last one; 0 for all
         self.timeout_s = timeout_s
         self.count = 0
         (scratch / "recordings").mkdir()
+
+    def run_few_batches(self) -> Started:
+        """Run the script as it is, with as few batches of each loader as it trains with."""
+        for self.batches in NUMBERS_OF_BATCHES:
+            started = self.run({"facts": Start(frozen="")})["facts"]
+            if started.run.has_trained and not started.outcome.failed:
+                break
+        return started
 
     def run(self, starts: Mapping[str, Start]) -> dict[str, Started]:
         """Run several starts at once; return how each has ended, by its name."""
@@ -87,12 +99,14 @@ class ScriptStarter:
                     (copy / file).write_text(text, encoding="utf-8")
                 launches[f"{self.count}-{name}"] = self.launch(start, sandbox)
             outcomes = run_together(launches)
-        started = {}
-        for name, (key, launch) in zip(starts, launches.items(), strict=True):
-            settings = replace(launch.settings, folder=str(outcomes[key].folder))
-            recording = read_recording(outcomes[key].folder, settings.original, settings.copy)
-            run = ScriptRun(replace(launch, settings=settings), outcomes[key], recording)
-            started[name] = Started(recording, outcomes[key], run)
+            started = {}
+            for name, (key, launch) in zip(starts, launches.items(), strict=True):
+                settings = replace(launch.settings, folder=str(outcomes[key].folder))
+                recording = read_recording(outcomes[key].folder, settings.original, settings.copy)
+                run = ScriptRun(replace(launch, settings=settings), outcomes[key], recording)
+                started[name] = Started(recording, outcomes[key], run)
+                if not starts[name].frozen:
+                    self.servers.preload(recording, launch.sandbox)
         return started
 
     def launch(self, start: Start, sandbox: Sandbox) -> RankLaunch:
@@ -103,6 +117,7 @@ class ScriptStarter:
             copy=str(sandbox.folders.copy),
             original=str(root),
             epochs=self.epochs,
+            batches=self.batches,
             enough_after_s=-math.inf if start.frozen else self.timeout_s / 4,
             frozen=start.frozen,
             names=True,
@@ -118,5 +133,6 @@ class ScriptStarter:
             gpus_available=False,
             is_alone=not start.nproc,
             nodes=1,
+            others=2,
             timeout_s=self.timeout_s,
         )

@@ -22,7 +22,7 @@ for _ in range(4):
         loss = squared(model(x.reshape(batch_size, 8)), y)
         loss.backward()
         optimizer.step()
-        if step % 5 == 0:
+        if step % 100 == 0:
             print("%d of %d samples, loss %.4f" % (step * len(x), len(loader.dataset), loss.item() / len(x)))
     schedule.step()
     losses, batches = 0, len(held_out)

@@ -14,7 +14,7 @@ from stepladder.rank.stacks import answer_stack_signal
 from stepladder.rank.torch_fixes import defer_dynamo
 from stepladder.rank.torch_fixes_groups import name_groups_in_stacks
 from stepladder.rank.torch_fixes_store import bind_store_to_loopback
-from stepladder.tools.check.events import ProcessExit
+from stepladder.tools.check.events import LoadedLibraries, ProcessExit
 from stepladder.tools.check.probe import (
     frozen,
     hooks_comm,
@@ -28,6 +28,7 @@ from stepladder.tools.check.probe import (
     hooks_train,
     noise,
 )
+from stepladder.tools.check.probe.libraries import list_loaded_libraries
 from stepladder.tools.check.probe.probe_log import current_log
 from stepladder.tools.check.probe_settings import STACKS_SUFFIX
 from stepladder_exchange.torch_fixes_gloo import wait_for_gloo
@@ -84,5 +85,7 @@ def record_exit() -> None:
     with suppress(Exception):
         has_group = dist.is_available() and dist.is_initialized()
         current_log().write(ProcessExit(group=has_group))
+        if not current_log().settings.frozen:  # the first run
+            current_log().write(LoadedLibraries(names=list_loaded_libraries()))
     with suppress(Exception):
         wait_for_gloo()

@@ -40,6 +40,7 @@ from stepladder.tools.check.probe.patching import (
     wrap_after_import,
 )
 from stepladder.tools.check.probe.probe_log import current_log
+from stepladder.tools.check.probe.shorter_loaders import shorten
 from stepladder.tools.probe.events import CodeLine
 
 EPOCHS_BY_DEFAULT = 2
@@ -151,6 +152,8 @@ def remember_line(call: WrappedCall) -> Any:
         if log.is_called_by_user():
             loader_lines[data] = line
         line = loader_lines.get(data, line)
+        if log.settings.batches:
+            shorten(loader, log.settings.batches)
     vars(loader).setdefault(LINE_ATTRIBUTE, line)
     return result
 
