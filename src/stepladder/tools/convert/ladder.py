@@ -59,7 +59,8 @@ RUNGS = (
         "c",
         "average the gradients",
         "The model is wrapped, so that all processes make the same step; what is named of the "
-        "model is named of the one inside. Batch norm, if there is any, sees the whole batch.",
+        "model is named of the one inside. Batch norm, if there is any, sees the whole batch, for "
+        "which torch needs GPUs.",
         "Each process would train another model, on its share alone.",
         (
             rungs.wrap_models,
