@@ -120,6 +120,8 @@ def _show_end(result: Conversions, script: Path, written: list[Path]) -> None:
         echo(f"written: {path}")
     if len(written) == 1:
         echo(f"to start it on two processes: stepladder run --nproc 2 {written[0]}")
+        submit = "stepladder submit --dry-run --nodes 2 --nproc 2 -- run"
+        echo(f"to see its batch script for two nodes: {submit} {written[0]}")
     elif result.files and not written:
         echo(f"to write it beside {script}: stepladder convert --write {script}")
 
