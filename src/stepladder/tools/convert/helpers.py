@@ -35,11 +35,15 @@ class ShareOfSampler:
         self.has_equal_shares = has_equal_shares
 
     def __iter__(self):
-        drawn = [list(islice(self.sampler, len(self.sampler)))]
-        dist.broadcast_object_list(drawn)
-        if self.has_equal_shares:
-            drawn[0] += drawn[0][: -len(drawn[0]) % dist.get_world_size()]
-        yield from drawn[0][dist.get_rank() :: dist.get_world_size()]
+        rank, size = dist.get_rank(), dist.get_world_size()
+        draws = iter(self.sampler)
+        drawn = [None]
+        while drawn != [[]]:
+            drawn = [list(islice(draws, 1000 * size))]
+            dist.broadcast_object_list(drawn)
+            if self.has_equal_shares:
+                drawn[0] += drawn[0][: -len(drawn[0]) % size]
+            yield from drawn[0][rank::size]
 
     def __len__(self):
         first = 0 if self.has_equal_shares else dist.get_rank()
