@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Callable
 from contextlib import chdir, closing, suppress
 from dataclasses import dataclass, field
@@ -19,10 +18,9 @@ from stepladder.tools.check.script_source import read_source
 from stepladder.tools.convert.facts import ScriptFacts
 from stepladder.tools.convert.ladder import RUNGS, Rung, compose
 from stepladder.tools.convert.proof import (
-    Original,
     RungProof,
-    WrongNumber,
     prove,
+    read_original,
     starts_of_converted,
     starts_of_original,
     why_failed,
@@ -182,8 +180,8 @@ class Converter:
         shortened = compose(files, [self.shortening])
         texts = {name: file.text for name, file in shortened.items()}
         started = self.run_original(starts_of_original(texts))
-        self.original = Original(**{name: item.recording for name, item in started.items()})
-        facts = ScriptFacts(self.original.reference)
+        self.original = read_original(started)
+        facts = ScriptFacts(started["reference"].recording)
         conversion = Conversion(main, files, facts, self.request.imports_stepladder)
         with suppress(CannotConvert):
             self.files_once = write_once(conversion)
@@ -265,10 +263,11 @@ class Converter:
         candidate, edited = edits, compose(conversion.files, [*steps, edits])
         while proof.wrong_numbers:
             for number in proof.wrong_numbers:
-                expression = _expression_of(conversion, number)
-                if expression is None:
+                location, position = number.location, number.position
+                file = conversion.files.get(location.file)
+                node = file and find_shown_expression(file, location.line, number.text, position)
+                if not file or not node:
                     return candidate, edited, proof
-                file, node = expression
                 helpers = tried.setdefault((file.name, file.start(node), file.end(node)), [])
                 if len(helpers) == len(WAYS_TO_MEND):
                     return candidate, edited, proof
@@ -280,16 +279,3 @@ class Converter:
                 candidate.setdefault(name, []).extend(wrapped)
             edited, proof = self.try_edits(conversion, rung, [*steps, candidate])
         return candidate, edited, proof
-
-
-def _expression_of(
-    conversion: Conversion, number: WrongNumber
-) -> tuple[SourceText, ast.expr] | None:
-    """Return the expression of a number that a line shows; None if it is not known."""
-    file = conversion.files.get(number.location.file)
-    if file is None:
-        return None
-    expression = find_shown_expression(file, number.location.line, number.text, number.position)
-    if expression is None:
-        return None
-    return file, expression

@@ -5,6 +5,7 @@ from __future__ import annotations
 # What the name of each stands for.
 IMPORTS = {
     "os": "import os",
+    "random": "import random",
     "signal": "import signal",
     "sys": "import sys",
     "torch": "import torch",
@@ -25,7 +26,15 @@ def join_processes():
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))''',
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    numpy = sys.modules.get("numpy")
+    # From here on all processes draw what process 0 draws.
+    states = [torch.get_rng_state(), random.getstate(), numpy and numpy.random.get_state()]
+    dist.broadcast_object_list(states)
+    torch.set_rng_state(states[0])
+    random.setstate(states[1])
+    if numpy:
+        numpy.random.set_state(states[2])''',
     "ShareOfSampler": '''\
 class ShareOfSampler:
     """What this process takes of a sampler: process 0 draws for all."""
@@ -108,10 +117,10 @@ class Nothing:
     "save_snapshot": '''\
 def save_snapshot(path, parts, **values):
     """Save all that the training goes on with: parts, values, and random numbers."""
-    random = [None] * dist.get_world_size()
-    dist.all_gather_object(random, torch.get_rng_state())
+    generators = [None] * dist.get_world_size()
+    dist.all_gather_object(generators, torch.get_rng_state())
     states = {name: part.state_dict() for name, part in parts.items()}
-    save_once({**values, "parts": states, "random": random}, path)''',
+    save_once({**values, "parts": states, "random": generators}, path)''',
     "load_snapshot": '''\
 def load_snapshot(path, parts):
     """Load a snapshot, if there is one, into the parts; return its values."""

@@ -16,6 +16,7 @@ from stepladder.tools.check.relations.samples_read import (
     SamplesRead,
     passes_without_training,
     training_samples,
+    trains_one_data_set,
 )
 from stepladder.tools.convert.facts import ScriptFacts
 from stepladder.tools.convert.source import EditedText
@@ -62,15 +63,6 @@ class RungProof:
     wrong_numbers: list[WrongNumber] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class Original:
-    """Runs of the script as it was, with frozen weights, on one process."""
-
-    reference: Recording
-    shuffled: Recording
-    reweighted: Recording
-
-
 def starts_of_original(files: Mapping[str, str]) -> dict[str, Start]:
     """Return the starts of the script as it is, but for the number of epochs."""
     return {
@@ -84,8 +76,14 @@ def starts_of_converted(files: Mapping[str, str]) -> dict[str, Start]:
     return {"one": Start(files, 0), "two": Start(files, 2)}
 
 
+def read_original(started: Mapping[str, Started]) -> FrozenRuns:
+    """Return the runs of the script as it was, with which others are compared."""
+    recordings = {name: _with_original_lines(item.recording) for name, item in started.items()}
+    return FrozenRuns(compared=recordings["reference"], **recordings)
+
+
 def prove(
-    original: Original,
+    original: FrozenRuns,
     started: Mapping[str, Started],
     files: Mapping[str, EditedText],
     judged: frozenset[str],
@@ -97,13 +95,7 @@ def prove(
             proof.broken.append(f"on {processes} it {reason}")
             return proof
     for name, processes in (("one", "1 process"), ("two", "2 processes")):
-        compared = _with_original_lines(started[name].recording, files)
-        runs = FrozenRuns(
-            _with_original_lines(original.reference),
-            compared,
-            _with_original_lines(original.shuffled),
-            _with_original_lines(original.reweighted),
-        )
+        runs = replace(original, compared=_with_original_lines(started[name].recording, files))
         relations = JUDGED_ON_ONE if name == "one" else judged
         _compare_run(proof, runs, relations, f"on {processes}")
     return proof
@@ -220,6 +212,8 @@ def _is_of_time(series: shown.Series, fast: shown.Series) -> bool:
 
 
 def compare_samples(proof: RungProof, runs: FrozenRuns, where: str) -> None:
+    if not trains_one_data_set(runs):
+        proof.broken.append(f"samples {where}: each process has a data set of its own")
     for what, read in (("training", training_samples), ("evaluation", _evaluation_samples)):
         reference = read(runs.reference)
         moved = read(runs.compared).share_moved(reference)

@@ -20,6 +20,8 @@ KEPT_BY_WRAPPER = {
     *("train", "eval", "parameters", "zero_grad", "to", "cuda", "training", "requires_grad_"),
     *("apply", "forward", "no_sync", "module"),
 }
+IMPORTS = (ast.Import, ast.ImportFrom)
+DEFINITIONS = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 Edits = dict[str, list[Edit]]  # by file
 
 
@@ -107,31 +109,34 @@ def _ends_of(statement: ast.stmt) -> tuple[ast.stmt, ast.stmt]:
     return statement, statement
 
 
+def _first_call(file: SourceText) -> ast.stmt:
+    """Return the first statement of a module, after its imports, that calls something."""
+    imports = [item.lineno for item in file.tree.body if isinstance(item, IMPORTS)]
+    return next(
+        item
+        for item in file.tree.body
+        if item.lineno > max(imports, default=0)
+        and not isinstance(item, DEFINITIONS)
+        and any(file.nodes(ast.Call, item))
+    )
+
+
 def add(edits: Edits, file: SourceText, *more: Edit) -> None:
     edits.setdefault(file.name, []).extend(more)
 
 
 def join_processes(conversion: Conversion) -> Edits:
     """Join the process group before the first loader, model or optimizer is made."""
-    facts = conversion.facts
     file = conversion.files[conversion.main]
-    stack = conversion.training_stack()
-    built = [loader.built for loader in facts.loaders]
-    built += [location for location, _ in facts.optimizer_places]
-    outermost = stack[-1].location
+    outermost = conversion.training_stack()[-1].location
     if outermost.file != file.name:
         raise CannotConvert(f"the training does not begin in {file.name}")
-    candidates = [conversion.top_statement(outermost)]
-    for location in built:
-        if location.file == file.name:
-            scope = file.scope_of(conversion.statement(location))
-            candidates += [conversion.top_statement(location)] * isinstance(scope, ast.Module)
-    first = min(candidates, key=lambda item: item.lineno)
-    begin, _ = _ends_of(first)
     last = conversion.top_statement(outermost)
-    _, end = _ends_of(last)
-    if end is last:
-        end = file.tree.body[-1]
+    begin, end = _ends_of(last)
+    built = [loader.built for loader in conversion.facts.loaders if loader.built.file == file.name]
+    tops = {conversion.top_statement(location) for location in built} - {last}
+    if begin is last or not all(isinstance(item, DEFINITIONS) for item in tops):
+        begin, end = _first_call(file), file.tree.body[-1]
     edits: Edits = {}
     add(
         edits,

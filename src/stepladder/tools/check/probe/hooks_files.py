@@ -6,6 +6,7 @@ import builtins
 import logging
 import os
 import sys
+import threading
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from stepladder.tools.check.probe.patching import (
     record_calls,
     record_user_calls,
     recorder,
+    wrap,
     wrap_after_import,
 )
 from stepladder.tools.check.probe.probe_log import current_log
@@ -25,6 +27,7 @@ from stepladder.tools.probe.events import CodeLine
 
 MAX_PRINTED_TEXT = 400
 LOCK_EVENTS = ("fcntl.flock", "fcntl.lockf")
+START_ATTRIBUTE = "_stepladder_start"  # of a thread
 PRINTED_TYPES = (str, int, float)
 # By the module that defines it: a function, or a method, that stores a number for graphs.
 METRIC_LOGGERS = {
@@ -40,6 +43,7 @@ searches: set[tuple[str, CodeLine | None]] = set()
 
 def attach() -> None:
     sys.addaudithook(audit)
+    wrap(threading.Thread, "start", remember_start)
     record_calls(os, "replace", move_event)
     record_calls(os, "rename", move_event)
     record_user_calls(os.path, "exists", search_event)
@@ -124,15 +128,25 @@ def audit(event: str, args: tuple[Any, ...]) -> None:
     if event in LOCK_EVENTS:
         path = os.readlink(f"/proc/self/fd/{args[0]}")  # noqa: PTH115
         record_written_file(path_in_copy(path), locked=True)
-    if event == "open" and isinstance(args[0], str) and "w" in str(args[1]):
-        record_written_file(path_in_copy(args[0]))
+    if event == "open" and isinstance(args[0], str | bytes) and "w" in str(args[1]):
+        record_written_file(path_in_copy(os.fsdecode(args[0])))
+
+
+def remember_start(call: WrappedCall) -> Any:
+    """Make a thread remember the user's line that started it."""
+    vars(call.args[0])[START_ATTRIBUTE] = current_log().user_line()
+    return call.run()
 
 
 def record_written_file(path: str, locked: bool = False) -> None:
-    """Record a file in the script's folder, once, where the script or its libraries write it."""
+    """Record a file in the script's folder, once, where the script or its libraries write it.
+
+    A thread of a library, such as that of a SummaryWriter, writes for the line that started it.
+    """
     event = FileWrite(path=path, locked=locked)
     log = current_log()
     is_of_script = path.startswith(f"{log.settings.copy}{os.sep}")
-    if is_of_script and event not in written_files and log.user_frame() is not None:
+    line = log.user_line() or getattr(threading.current_thread(), START_ATTRIBUTE, None)
+    if is_of_script and event not in written_files and line is not None:
         written_files.add(event)
-        log.write_with_line(event)
+        log.write(event, line)
