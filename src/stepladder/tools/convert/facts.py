@@ -7,14 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from stepladder.tools.check.events import (
-    Backward,
-    Draw,
-    FileWrite,
-    Forward,
-    NamesInUse,
-    NamesWhereBuilt,
-)
+from stepladder.tools.check.events import Backward, FileWrite, Forward, NamesInUse, NamesWhereBuilt
 from stepladder.tools.check.recording import LoaderPass, RankLog, Recording
 from stepladder.tools.findings.finding import Location
 from stepladder.tools.probe.events import CodeLine, ProbeEvent
@@ -132,14 +125,6 @@ class ScriptFacts:
     @cached_property
     def models_with_batch_norm(self) -> set[int]:
         return {event.root for event in self.log.select(Forward) if event.norms}
-
-    @cached_property
-    def draws_in_training(self) -> bool:
-        """Whether the model or the training loop draws random numbers."""
-        return any(
-            isinstance(event, Draw) or (isinstance(event, Forward) and event.drops)
-            for event in self.training_events
-        )
 
     @cached_property
     def optimizer_places(self) -> list[tuple[Location, list[tuple[str, int]]]]:

@@ -72,10 +72,10 @@ def share_of_batch(size):
         raise ValueError(f"a batch of {size} has no equal shares")
     return size // dist.get_world_size()''',
     "share_samples": '''\
-def share_samples(loader, size=None):
+def share_samples(loader):
     """Return a loader of this process's share of each batch."""
     return copy_loader(
-        loader, batch_size=size or share_of_batch(loader.batch_size), drop_last=loader.drop_last,
+        loader, batch_size=share_of_batch(loader.batch_size), drop_last=loader.drop_last,
         sampler=ShareOfSampler(loader.sampler, has_equal_shares=True),
     )''',
     "share_batches": '''\
@@ -93,6 +93,15 @@ def sum_over_processes(value):
 def mean_over_processes(value):
     """Return the mean of a number over all processes."""
     return sum_over_processes(value) / dist.get_world_size()''',
+    "draw_own_numbers": '''\
+def draw_own_numbers():
+    """Let the model and the loop draw other random numbers in each process from here on."""
+    if dist.get_rank():
+        seed = torch.initial_seed() + dist.get_rank()
+        torch.manual_seed(seed)
+        random.seed(seed)
+        if "numpy" in sys.modules:
+            sys.modules["numpy"].random.seed(seed % 2**32)''',
     "print_once": '''\
 def print_once(*args, **kwargs):
     """Print from one process alone; all compute what is printed."""

@@ -171,13 +171,11 @@ def _wrap_loaders(
                 f"{shown} has batches of its own: each process must take a part of each"
             )
         file = conversion.file(loader.built)
-        end = ")"
         if divides and isinstance(arguments.get("batch_size"), ast.Name | ast.Attribute):
             size = file.text_of(arguments["batch_size"])
-            end = f", {size})"
             statement = conversion.statement(loader.built)
-            add(edits, file, file.insert_before(statement, f"{size} = share_of_batch({size})"))
-        add(edits, file, *file.wrap(calls[0], f"{helper}(", end))
+            add(edits, file, file.insert_after(statement, f"{size} = share_of_batch({size})"))
+        add(edits, file, *file.wrap(calls[0], f"{helper}("))
     return edits
 
 
@@ -264,8 +262,8 @@ def wrap_models(conversion: Conversion, arguments: str = "") -> Edits:
         text = f"{name} = DistributedDataParallel({name}{arguments})"
         if model in facts.models_with_batch_norm:
             text = f"{name} = torch.nn.SyncBatchNorm.convert_sync_batchnorm({name})\n{text}"
-        if facts.draws_in_training and model == next(reversed(conversion.wrappings)):
-            text += "\ntorch.manual_seed(torch.initial_seed() + dist.get_rank())"
+        if model == next(reversed(conversion.wrappings)):
+            text += "\ndraw_own_numbers()"
         file = conversion.file(location)
         add(edits, file, file.insert_before(conversion.statement(location), text))
     _name_inner_models(conversion, edits)
