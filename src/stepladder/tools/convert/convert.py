@@ -36,6 +36,7 @@ from stepladder.tools.convert.shown_expressions import find_shown_expression
 from stepladder.tools.convert.source import CannotConvert, Edit, EditedText, SourceText, diff
 from stepladder.tools.convert.starts import ScriptStarter, Start, Started
 
+RUNG_OF_NUMBERS = "e"
 WAYS_TO_MEND = ("sum_over_processes", "mean_over_processes")
 
 
@@ -150,7 +151,7 @@ class Converter:
             texts |= files
             diffs = [text for text in diffs if text]
             proved.append(ProvedRung(rung, diffs, proof.holds))
-            if rung.finish:
+            if rung.letter == RUNG_OF_NUMBERS:
                 proved[-1].not_judged.extend(
                     f"{file.name}:{call.lineno} prints what no run has shown, or a 0 each time"
                     for file, call in find_lines_not_judged(conversion)
@@ -209,10 +210,6 @@ class Converter:
             edited, proof = self.try_edits(conversion, rung, [*steps, edits])
             if proof.wrong_numbers:
                 edits, edited, proof = self.mend_numbers(conversion, rung, steps, edits, proof)
-            if not proof.broken and rung.finish:
-                for name, more in rung.finish(conversion).items():
-                    edits.setdefault(name, []).extend(more)
-                edited, proof = self.try_edits(conversion, rung, [*steps, edits])
             if not proof.broken and "resume" in rung.judged:
                 self.check_resume(edited, proof)
             if not proof.broken:

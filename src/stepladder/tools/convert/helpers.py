@@ -4,6 +4,7 @@ from __future__ import annotations
 
 # What the name of each stands for.
 IMPORTS = {
+    "logging": "import logging",
     "os": "import os",
     "random": "import random",
     "signal": "import signal",
@@ -102,11 +103,12 @@ def draw_own_numbers():
         random.seed(seed)
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed(seed % 2**32)''',
-    "print_once": '''\
-def print_once(*args, **kwargs):
-    """Print from one process alone; all compute what is printed."""
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        print(*args, **kwargs)''',
+    "show_on_one_process": '''\
+def show_on_one_process():
+    """Let process 0 alone print and log; all show their errors."""
+    if dist.get_rank():
+        sys.stdout = open(os.devnull, "w")
+        logging.disable(logging.WARNING)''',
     "save_once": '''\
 def save_once(value, path):
     """Save from one process alone; the file is there whole or not at all."""

@@ -25,7 +25,6 @@ class Rung:
         without: What would go wrong without it, a sentence.
         alternatives: Functions that return its edits; the first that is proved is taken.
         judged: The relations that hold from this rung on.
-        finish: Returns edits that hide a part of the evidence, and are made last; None without any.
     """
 
     letter: str
@@ -34,7 +33,6 @@ class Rung:
     without: str
     alternatives: tuple[Callable[[Conversion], Edits], ...]
     judged: frozenset[str] = frozenset()
-    finish: Callable[[Conversion], Edits] | None = None
 
 
 ALL_OF_A_RUN = frozenset({"samples", "gradients", "shown-numbers", "files"})
@@ -81,11 +79,10 @@ RUNGS = (
     Rung(
         "e",
         "show the numbers of all processes",
-        "Sums and means are those of all processes, and one process prints them.",
+        "Sums and means are those of all processes, and one process prints and logs.",
         "Each process would print its own numbers, of its share alone.",
         (rungs.sum_numbers_of_training, rungs.keep_numbers_of_training),
         frozenset({"samples", "gradients", "shown-numbers"}),
-        rungs.print_once,
     ),
     Rung(
         "f",

@@ -236,10 +236,7 @@ def _evaluation_samples(run: Recording) -> SamplesRead:
 def _with_original_lines(
     recording: Recording, files: Mapping[str, EditedText] = MappingProxyType({})
 ) -> Recording:
-    """Return a recording with the lines of the script as it was.
-
-    What an inserted function prints was printed by its caller.
-    """
+    """Return a recording with the lines of the script as it was."""
     facts = ScriptFacts(recording)
 
     def original(line: CodeLine | None) -> CodeLine | None:
@@ -255,8 +252,7 @@ def _with_original_lines(
         events = []
         for event in log.events:
             if isinstance(event, Print):
-                at = original(event.at) or original(event.caller)
-                event = replace(event, at=named(facts, at), caller=None)
+                event = replace(event, at=named(facts, original(event.at)), caller=None)
             elif isinstance(event, BeforeStep | Save | FileWrite):
                 event = replace(event, at=original(event.at))
             events.append(event)

@@ -125,8 +125,8 @@ def add(edits: Edits, file: SourceText, *more: Edit) -> None:
     edits.setdefault(file.name, []).extend(more)
 
 
-def join_processes(conversion: Conversion) -> Edits:
-    """Join the process group before the first loader, model or optimizer is made."""
+def _find_training(conversion: Conversion) -> tuple[SourceText, ast.stmt, ast.stmt]:
+    """Return the main file, and the first and the last statement of what all processes do."""
     file = conversion.files[conversion.main]
     outermost = conversion.training_stack()[-1].location
     if outermost.file != file.name:
@@ -137,6 +137,12 @@ def join_processes(conversion: Conversion) -> Edits:
     tops = {conversion.top_statement(location) for location in built} - {last}
     if begin is last or not all(isinstance(item, DEFINITIONS) for item in tops):
         begin, end = _first_call(file), file.tree.body[-1]
+    return file, begin, end
+
+
+def join_processes(conversion: Conversion) -> Edits:
+    """Join the process group before anything is drawn or made, and leave it in the end."""
+    file, begin, end = _find_training(conversion)
     edits: Edits = {}
     add(
         edits,
@@ -438,7 +444,7 @@ def _uses_name(statement: ast.stmt, name: str) -> bool:
 
 def sum_numbers_of_training(conversion: Conversion) -> Edits:
     """Add up over all processes what training loops add up."""
-    edits: Edits = {}
+    edits = keep_numbers_of_training(conversion)
     for loader in conversion.facts.loaders:
         if loader.is_training:
             _add_sums(conversion, loader, edits)
@@ -446,16 +452,9 @@ def sum_numbers_of_training(conversion: Conversion) -> Edits:
 
 
 def keep_numbers_of_training(conversion: Conversion) -> Edits:
-    """Change nothing: what a line shows may be right, or is summed where it is shown."""
-    return {}
-
-
-def print_once(conversion: Conversion) -> Edits:
-    """Let one process print; all compute what is printed."""
-    edits: Edits = {}
-    for file, call in _calls_of(conversion, "print"):
-        add(edits, file, file.replace(call.func, "print_once"))
-    return edits
+    """Let one process show all: what it shows may be right, or is summed where it is shown."""
+    file, begin, _ = _find_training(conversion)
+    return {file.name: [file.insert_before(begin, "show_on_one_process()")]}
 
 
 def _calls_of(conversion: Conversion, name: str) -> Iterator[tuple[SourceText, ast.Call]]:
