@@ -279,7 +279,8 @@ def wrap_models(conversion: Conversion, arguments: str = "") -> Edits:
 def _nodes_without_wrapper(conversion: Conversion, model: int) -> set[ast.AST]:
     """Return the nodes that name a model as it is: before it is wrapped, and after the name goes.
 
-    The callers of a function that wraps its parameter have it without the wrapper, too.
+    The callers of a function that wraps its parameter have it without the wrapper, too, and so has
+    each other function, unless it is returned.
     """
     location, name = conversion.wrappings[model]
     file, statement = conversion.file(location), conversion.statement(location)
@@ -299,16 +300,19 @@ def _nodes_without_wrapper(conversion: Conversion, model: int) -> set[ast.AST]:
     }
     if "." in name or isinstance(scope, ast.Module):
         return nodes
+    is_returned = any(_uses_name(item, name) for item in file.nodes(ast.Return, scope))
     for uses in conversion.facts.uses_of("model", model):
         functions = [(use.location.file, use.function) for use in uses]
         if (file.name, scope.name) in functions:
-            outer = set(functions[functions.index((file.name, scope.name)) + 1 :])
-            for caller in filter(None, map(conversion.files.get, {item[0] for item in outer})):
-                nodes |= {
-                    node
-                    for node in caller.nodes(ast.expr)
-                    if (caller.name, _name_of_scope(caller.scope_of(node))) in outer
-                }
+            functions = functions[functions.index((file.name, scope.name)) + 1 :]
+        elif is_returned:
+            continue
+        for caller in filter(None, map(conversion.files.get, {item[0] for item in functions})):
+            nodes |= {
+                node
+                for node in caller.nodes(ast.expr)
+                if (caller.name, _name_of_scope(caller.scope_of(node))) in functions
+            }
     return nodes
 
 
