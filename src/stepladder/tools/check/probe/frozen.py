@@ -215,7 +215,7 @@ def change_weights_at_first_call() -> None:
             if id(parameter) in changed or not parameter.is_floating_point():
                 continue
             changed.add(id(parameter))
-            generator.manual_seed(parameter.numel())
+            generator.manual_seed(int(parameter.numel()))  # a tensor while torch.jit traces
             noise = torch.randn(parameter.shape, generator=generator).to(parameter)
             with torch.no_grad():
                 parameter.mul_(1.0 + WEIGHT_CHANGE * noise)
