@@ -133,15 +133,16 @@ def test_a_near_time_limit_stops_any_loop(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_script_that_ends_is_not_ended_by_a_second_signal() -> None:
-    before = signal.getsignal(signal.SIGTERM)
+    handlers = {number: signal.getsignal(number) for number in TRAINING_STOP_SIGNALS}
     try:
         with pytest.raises(SystemExit), StopSignals() as stop:
             signal.raise_signal(signal.SIGTERM)
             if stop.agreed():
                 sys.exit(75)
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    finally:  # later tests of this process start others, which would ignore what it ignores
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def test_a_script_has_what_remains_of_the_time_limit_to_stop(
