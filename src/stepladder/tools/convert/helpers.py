@@ -110,11 +110,11 @@ def show_on_one_process():
         sys.stdout = open(os.devnull, "w")
         logging.disable(logging.WARNING)''',
     "save_once": '''\
-def save_once(value, path):
+def save_once(obj, f, **kwargs):
     """Save from one process alone; the file is there whole or not at all."""
     if dist.get_rank() == 0:
-        torch.save(value, f"{path}.part")
-        os.replace(f"{path}.part", path)
+        torch.save(obj, f"{f}.part", **kwargs)
+        os.replace(f"{f}.part", f)
     dist.barrier()''',
     "Nothing": '''\
 class Nothing:
