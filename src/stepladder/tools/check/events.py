@@ -280,7 +280,7 @@ class NamesInUse(ProbeEvent, kind="names"):
 class NamesWhereBuilt(ProbeEvent, kind="namesbuilt"):
     """An optimizer is about to be built."""
 
-    models: Sequence[Sequence[Any]] = ()  # the name and the id of each model
+    models: Sequence[Sequence[Any]] = ()  # the name of each, its id and those of its parts
 
 
 class EvalMode(ProbeEvent, kind="eval"):

@@ -85,8 +85,11 @@ class ScriptFacts:
 
     @cached_property
     def trained_models(self) -> list[int]:
-        """The ids of the models that are called for gradients."""
-        return list(dict.fromkeys(e.root for e in self.log.select(Forward) if e.grad))
+        """The ids of the models that are called for gradients, but for parts of others."""
+        called = dict.fromkeys(e.root for e in self.log.select(Forward) if e.grad)
+        built = [models for event in self.log.select(NamesWhereBuilt) for models in event.models]
+        parts = {part for _, model, parts in built if model in called for part in parts}
+        return [model for model in called if model not in parts]
 
     @cached_property
     def model_names(self) -> set[str]:
@@ -100,7 +103,7 @@ class ScriptFacts:
         names |= {
             name
             for event in self.log.select(NamesWhereBuilt)
-            for name, model in event.models
+            for name, model, _ in event.models
             if model in self.trained_models
         }
         return names - {""}
@@ -132,7 +135,7 @@ class ScriptFacts:
         return [
             (
                 self.location(event.at),
-                [(name, model) for name, model in event.models if model in self.trained_models],
+                [(name, model) for name, model, _ in event.models if model in self.trained_models],
             )
             for event in self.log.select(NamesWhereBuilt)
             if event.at

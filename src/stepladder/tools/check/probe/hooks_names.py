@@ -57,7 +57,11 @@ def record_models_beside(call: WrappedCall) -> Any:
     """Record the names of the models in the function that makes an optimizer."""
     frame = next(user_frames(), None)
     if frame is not None:
-        models = [(name, id(value)) for name, value in named(frame) if isinstance(value, nn.Module)]
+        models = [
+            (name, id(value), [id(part) for part in value.modules()][1:])
+            for name, value in named(frame)
+            if isinstance(value, nn.Module)
+        ]
         line = current_log().line_of(frame)
         current_log().write(NamesWhereBuilt(models=models), line)
     return call.run()
