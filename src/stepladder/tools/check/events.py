@@ -214,6 +214,12 @@ class FileWrite(ProbeEvent, kind="wrote"):
     locked: bool = False
 
 
+class FileRemoval(ProbeEvent, kind="removed"):
+    """The script has removed a file or a folder in its folder."""
+
+    path: str
+
+
 class PathSearch(ProbeEvent, kind="looked"):
     """The script has looked whether a path exists."""
 

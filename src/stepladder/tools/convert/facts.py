@@ -7,7 +7,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from stepladder.tools.check.events import Backward, FileWrite, Forward, NamesInUse, NamesWhereBuilt
+from stepladder.tools.check.events import (
+    Backward,
+    FileMove,
+    FileRemoval,
+    FileWrite,
+    Forward,
+    NamesInUse,
+    NamesWhereBuilt,
+)
 from stepladder.tools.check.recording import LoaderPass, RankLog, Recording
 from stepladder.tools.findings.finding import Location
 from stepladder.tools.probe.events import CodeLine, ProbeEvent
@@ -147,8 +155,8 @@ class ScriptFacts:
 
     @cached_property
     def writes(self) -> list[Location]:
-        return self.locations(FileWrite)
+        return self.locations(FileWrite, FileMove, FileRemoval)
 
-    def locations(self, kind: type[FileWrite | Backward]) -> list[Location]:
-        lines = [event.at for event in self.log.select(kind) if event.at]
+    def locations(self, *kinds: type[ProbeEvent]) -> list[Location]:
+        lines = [event.at for event in self.log.select(*kinds) if event.at]
         return list(dict.fromkeys(map(self.location, lines)))

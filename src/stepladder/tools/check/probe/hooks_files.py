@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from stepladder.tools.check.events import FileMove, FileWrite, PathSearch, Print
+from stepladder.tools.check.events import FileMove, FileRemoval, FileWrite, PathSearch, Print
 from stepladder.tools.check.probe import pause
 from stepladder.tools.check.probe.patching import (
     WrappedCall,
@@ -26,6 +26,7 @@ from stepladder.tools.check.probe.probe_log import current_log
 from stepladder.tools.probe.events import CodeLine
 
 MAX_PRINTED_TEXT = 400
+REMOVAL_EVENTS = ("os.remove", "os.rmdir", "shutil.rmtree")
 LOCK_EVENTS = ("fcntl.flock", "fcntl.lockf")
 START_ATTRIBUTE = "_stepladder_start"  # of a thread
 PRINTED_TYPES = (str, int, float)
@@ -37,7 +38,7 @@ METRIC_LOGGERS = {
 }
 
 
-written_files: set[FileWrite] = set()
+changes: set[FileWrite | FileRemoval] = set()
 searches: set[tuple[str, CodeLine | None]] = set()
 
 
@@ -127,9 +128,11 @@ def audit(event: str, args: tuple[Any, ...]) -> None:
     """Record which files are written and locked. Called by Python at each audit event."""
     if event in LOCK_EVENTS:
         path = os.readlink(f"/proc/self/fd/{args[0]}")  # noqa: PTH115
-        record_written_file(path_in_copy(path), locked=True)
+        record_change(FileWrite(path=path_in_copy(path), locked=True))
+    if event in REMOVAL_EVENTS and isinstance(args[0], str | bytes | Path):
+        record_change(FileRemoval(path=path_in_copy(os.fsdecode(args[0]))))
     if event == "open" and isinstance(args[0], str | bytes) and "w" in str(args[1]):
-        record_written_file(path_in_copy(os.fsdecode(args[0])))
+        record_change(FileWrite(path=path_in_copy(os.fsdecode(args[0]))))
 
 
 def remember_start(call: WrappedCall) -> Any:
@@ -138,15 +141,14 @@ def remember_start(call: WrappedCall) -> Any:
     return call.run()
 
 
-def record_written_file(path: str, locked: bool = False) -> None:
-    """Record a file in the script's folder, once, where the script or its libraries write it.
+def record_change(event: FileWrite | FileRemoval) -> None:
+    """Record a change of the script's folder, once, where the script or its libraries make it.
 
     A thread of a library, such as that of a SummaryWriter, writes for the line that started it.
     """
-    event = FileWrite(path=path, locked=locked)
     log = current_log()
-    is_of_script = path.startswith(f"{log.settings.copy}{os.sep}")
+    is_of_script = event.path.startswith(f"{log.settings.copy}{os.sep}")
     line = log.user_line() or getattr(threading.current_thread(), START_ATTRIBUTE, None)
-    if is_of_script and event not in written_files and line is not None:
-        written_files.add(event)
+    if is_of_script and event not in changes and line is not None:
+        changes.add(event)
         log.write(event, line)
