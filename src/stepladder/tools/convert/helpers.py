@@ -94,6 +94,10 @@ def sum_over_processes(value):
 def mean_over_processes(value):
     """Return the mean of a number over all processes."""
     return sum_over_processes(value) / dist.get_world_size()''',
+    "inner_model": '''\
+def inner_model(model):
+    """Return the model inside of the wrapper, if there is one."""
+    return getattr(model, "module", model)''',
     "draw_own_numbers": '''\
 def draw_own_numbers():
     """Let the model and the loop draw other random numbers in each process from here on."""

@@ -75,12 +75,20 @@ class Conversion:
         return wrappings
 
     @cached_property
-    def without_wrapper(self) -> set[ast.AST]:
-        """The nodes that name a model as it is."""
-        nodes: set[ast.AST] = set()
-        for model in self.wrappings:
-            nodes |= _nodes_without_wrapper(self, model)
-        return nodes
+    def wrapped_names(self) -> list[tuple[Scope, str, range]]:
+        """The names of wrapped models where they are wrapped: their scopes and their lines."""
+        names = []
+        for location, name in self.wrappings.values():
+            file, statement = self.file(location), self.statement(location)
+            scope = file.scope_of(statement)
+            assigned = [
+                node.lineno
+                for node in file.nodes(ast.Assign, scope)
+                if node.lineno > statement.lineno and name in map(file.text_of, node.targets)
+            ]
+            lines = range(statement.lineno, min(assigned, default=len(file.lines)) + 1)
+            names.append((scope, name, lines))
+        return names
 
     def training_stack(self) -> tuple[Use, ...]:
         """Return the functions that were running in the first training pass, the innermost first.
@@ -276,72 +284,32 @@ def wrap_models(conversion: Conversion, arguments: str = "") -> Edits:
     return edits
 
 
-def _nodes_without_wrapper(conversion: Conversion, model: int) -> set[ast.AST]:
-    """Return the nodes that name a model as it is: before it is wrapped, and after the name goes.
-
-    The callers of a function that wraps its parameter have it without the wrapper, too, and so has
-    each other function, unless it is returned.
-    """
-    location, name = conversion.wrappings[model]
-    file, statement = conversion.file(location), conversion.statement(location)
-    scope = file.scope_of(statement)
-    assigned = [
-        node.end_lineno or 0
-        for node in file.nodes(ast.Assign, scope)
-        if node.lineno > statement.lineno and name in map(file.text_of, node.targets)
-    ]
-    last = min(assigned, default=len(file.lines))
-    nodes: set[ast.AST] = {
-        node
-        for node in file.nodes(ast.expr, scope)
-        if not statement.lineno <= node.lineno <= last
-        and file.text_of(node) == name
-        and file.scope_of(node) is scope
-    }
-    if "." in name or isinstance(scope, ast.Module):
-        return nodes
-    is_returned = any(_uses_name(item, name) for item in file.nodes(ast.Return, scope))
-    for uses in conversion.facts.uses_of("model", model):
-        functions = [(use.location.file, use.function) for use in uses]
-        if (file.name, scope.name) in functions:
-            functions = functions[functions.index((file.name, scope.name)) + 1 :]
-        elif is_returned:
-            continue
-        for caller in filter(None, map(conversion.files.get, {item[0] for item in functions})):
-            nodes |= {
-                node
-                for node in caller.nodes(ast.expr)
-                if (caller.name, _name_of_scope(caller.scope_of(node))) in functions
-            }
-    return nodes
-
-
-def _name_of_scope(scope: Scope) -> str:
-    return "<module>" if isinstance(scope, ast.Module) else scope.name
-
-
 def _name_inner_models(conversion: Conversion, edits: Edits) -> None:
     """Name the model inside of the wrapper where the wrapper does not answer for it."""
     for file in conversion.files.values():
         for node in file.nodes(ast.Attribute):
             if node.attr not in KEPT_BY_WRAPPER and _is_model(conversion, file, node.value):
-                add(edits, file, _after_model(file, node.value))
+                add(edits, file, *_name_inner_model(conversion, file, node.value))
     for file, call in _calls_of(conversion, "torch.save"):
-        models = [node for node in call.args[:1] if _is_model(conversion, file, node)]
-        add(edits, file, *(_after_model(file, node) for node in models))
+        for value in call.args[:1]:
+            if _is_model(conversion, file, value):
+                add(edits, file, *_name_inner_model(conversion, file, value))
 
 
-def _after_model(file: SourceText, node: ast.expr) -> Edit:
-    """Return the edit that names the model inside of a wrapper."""
-    return Edit(file.end(node), file.end(node), ".module")
+def _name_inner_model(conversion: Conversion, file: SourceText, node: ast.expr) -> list[Edit]:
+    """Return the edits that name the model inside, and the model itself where it has no wrapper."""
+    names = [(scope, name) for scope, name, _ in conversion.wrapped_names]
+    if (file.scope_of(node), file.text_of(node)) in names:
+        return file.wrap(node, "", ".module")
+    return file.wrap(node, "inner_model(")
 
 
 def _is_model(conversion: Conversion, file: SourceText, node: ast.expr) -> bool:
-    is_name = isinstance(node, ast.Name | ast.Attribute)
-    return (
-        is_name
-        and node not in conversion.without_wrapper
-        and file.text_of(node) in conversion.facts.model_names
+    """Return whether a node names a trained model, which may be wrapped there."""
+    name = file.text_of(node) if isinstance(node, ast.Name | ast.Attribute) else ""
+    return name in conversion.facts.model_names and not any(
+        scope is file.scope_of(node) and name == wrapped and node.lineno not in lines
+        for scope, wrapped, lines in conversion.wrapped_names
     )
 
 
@@ -354,7 +322,7 @@ def share_evaluation(conversion: Conversion) -> Edits:
         file = conversion.file(location)
         for call in file.nodes_at(ast.Call, location.line):
             if _is_model(conversion, file, call.func):
-                add(edits, file, _after_model(file, call.func))
+                add(edits, file, *_name_inner_model(conversion, file, call.func))
     for loader in conversion.facts.loaders:
         if not loader.is_training:
             _add_sums(conversion, loader, edits)
@@ -382,11 +350,21 @@ def _add_sums(conversion: Conversion, loader: LoaderFacts, edits: Edits) -> None
             if sums:
                 add(edits, file, file.insert_after(loop, sums))
             inside = set(ast.walk(loop))
+            loader_names = _names_of_loader(file, loop, use.name)
             scopes = following if loader.is_training else [file.scope_of(loop)]
             for call in (call for scope in scopes for call in file.nodes(ast.Call, scope)):
                 is_length = last_name(call.func) == "len" and bool(call.args)
-                if is_length and call not in inside and file.text_of(call.args[0]) == use.name:
+                if is_length and call not in inside and file.text_of(call.args[0]) in loader_names:
                     add(edits, file, *file.wrap(call, "sum_over_processes("))
+
+
+def _names_of_loader(file: SourceText, loop: ast.For, name: str) -> set[str]:
+    """Return a name, and those of what is made of it in the function, such as a progress bar."""
+    names = {name}
+    for node in file.nodes(ast.Assign, file.scope_of(loop)):
+        if isinstance(node.value, ast.Call) and name in map(file.text_of, node.value.args):
+            names.update(map(file.text_of, node.targets))
+    return names
 
 
 def _accumulators(file: SourceText, loop: ast.For) -> list[str]:

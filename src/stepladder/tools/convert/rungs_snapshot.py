@@ -86,7 +86,7 @@ def save_and_resume(conversion: Conversion) -> Edits:
     edits: Edits = {}
     models = conversion.facts.model_names
     parts = ", ".join(
-        f'"{name.removeprefix("self.")}": {name}{".module" if name in models else ""}'
+        f'"{name.removeprefix("self.")}": {f"inner_model({name})" if name in models else name}'
         for name in parts_of(conversion, file, loop)
     )
     path = _free_name(conversion)
