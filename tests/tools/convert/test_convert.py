@@ -93,7 +93,7 @@ def test_a_script_of_another_kind_climbs_the_whole_ladder(
 
 
 @pytest.mark.slow
-def test_batch_norm_sees_the_whole_batch_and_callers_keep_the_model(
+def test_batch_norm_sees_the_whole_batch_and_callers_have_the_model_inside(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "train.py").write_text(BATCH_NORM)
@@ -103,7 +103,7 @@ def test_batch_norm_sees_the_whole_batch_and_callers_keep_the_model(
     assert "    net = torch.nn.SyncBatchNorm.convert_sync_batchnorm(net)\n    net = Dist" in text
     assert "    print(len(net.module.layers))" in text
     assert text.rstrip().endswith(
-        "print(net.layers[0].weight.sum().item())\ndist.destroy_process_group()"
+        "print(inner_model(net).layers[0].weight.sum().item())\ndist.destroy_process_group()"
     )
 
 
