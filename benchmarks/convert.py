@@ -4,7 +4,7 @@
 
 COPIES holds a folder OWNER+NAME for each repository, at the commit that convert.toml names. No script is changed: each runs in a
 copy, with arguments alone, and with random data in place of its own. convert.toml also holds the judgement of a person who has read
-the rungs that were offered. The scripts use torchvision (which must take files of another checksum for a data set), tqdm and wandb.
+the rungs that were offered, and the first run of each script that was chosen apart from the writing of the code. The scripts use torchvision (which must take files of another checksum for a data set), tqdm and wandb.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import pickle
 import shlex
 import shutil
 import subprocess
@@ -20,14 +19,12 @@ import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from check_field import BAD_INPUT, WRITERS, list_variables, random_numbers, write_mnist
-from PIL import Image
+from check_field import BAD_INPUT, list_variables
+from convert_data import DATA
 from report import Report, table
 
 FOLDER = Path(__file__).parent
@@ -39,56 +36,6 @@ READING = """\
 A relation that holds is counted at the last rung. "Rungs that change it" leaves out those with nothing to change. "By reading" is what a
 person says who has read each diff: whether it would be merged, and what is wrong that no relation has found."""
 VARIABLES = {"MPLBACKEND": "Agg", "WANDB_MODE": "disabled"}  # no window, no account
-
-
-def write_cifar100(folder: Path) -> None:
-    """Write random pictures as CIFAR-100 is stored."""
-    target = folder / "cifar-100-python"
-    target.mkdir(parents=True, exist_ok=True)
-    for name, count in (("train", 192), ("test", 64)):
-        pictures = random_numbers(count, 3072)
-        labels = [int(label) % 100 for label in pictures[:, 0]]
-        (target / name).write_bytes(pickle.dumps({"data": pictures, "fine_labels": labels}))
-    names = {"fine_label_names": [f"class {number}" for number in range(100)]}
-    (target / "meta").write_bytes(pickle.dumps(names))
-
-
-def write_words(folder: Path) -> None:
-    """Write random words as WikiText-2 is stored."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, count in (("train", 400), ("valid", 60), ("test", 60)):
-        lines = (" ".join(f"w{number}" for number in line) for line in random_numbers(count, 20))
-        (folder / f"{name}.txt").write_text("\n".join(lines), encoding="utf-8")
-
-
-def write_movielens(folder: Path) -> None:
-    """Write random ratings as MovieLens stores them."""
-    folder.mkdir(parents=True, exist_ok=True)
-    rows = random_numbers(3000, 3)
-    ratings = (f"{user}::{movie}::{1 + rating % 5}::0" for user, movie, rating in rows)
-    (folder / "ratings.dat").write_text("\n".join(ratings), encoding="utf-8")
-    movies = (f"{number}::Movie {number}::Drama" for number in range(256))
-    (folder / "movies.dat").write_text("\n".join(movies), encoding="utf-8")
-
-
-def write_masks(folder: Path) -> None:
-    """Write random pictures, each with a mask of two classes."""
-    for kind in ("imgs", "masks"):
-        (folder / kind).mkdir(parents=True, exist_ok=True)
-    for number, pixels in enumerate(random_numbers(20, 32, 32, 3)):
-        Image.fromarray(pixels).save(folder / "imgs" / f"{number}.png")
-        mask = (pixels[:, :, 0] > 127).astype("uint8") * 255
-        Image.fromarray(mask).save(folder / "masks" / f"{number}_mask.png")
-
-
-DATA: dict[str, Callable[[Path], None]] = {
-    **WRITERS,
-    "mnist-more": partial(write_mnist, training_count=1300),  # lines of each tenth batch come again
-    "cifar100": write_cifar100,
-    "words": write_words,
-    "movielens": write_movielens,
-    "masks": write_masks,
-}
 
 
 @dataclass(frozen=True)
@@ -185,6 +132,7 @@ def make_row(script: ConvertedScript) -> list[str]:
         str(script.held),
         f"{script.seconds:.0f}",
         reason.replace("|", "\\|"),
+        entry.get("first_run", ""),
         entry.get("reading", "not read"),
     ]
 
@@ -194,6 +142,8 @@ def list_bars(scripts: list[ConvertedScript], count: int) -> str:
     changed = [script for script in scripts if GOAL in script.changed]
     wrong = [script for script in scripts if script.entry.get("wrong")]
     slow = [script for script in scripts if script.seconds > MAX_SECONDS]
+    sealed = [script for script in scripts if "first_run" in script.entry]
+    first = [script for script in sealed if script.entry["first_run"] == GOAL]
     bars = [
         (
             f"at rung {GOAL}, and changed by it",
@@ -204,10 +154,12 @@ def list_bars(scripts: list[ConvertedScript], count: int) -> str:
         ("wrong in silence, as read", not wrong, len(wrong), "none"),
         (f"longer than {MAX_SECONDS} s", not slow, len(slow), "none"),
     ]
-    return "\n".join(
+    lines = [
         f"- {'PASS' if is_met else 'FAIL'}: scripts {what}: {found} of {count} (bar: {limit})"
         for what, is_met, found, limit in bars
-    )
+    ]
+    first_runs = f"{len(first)} of {len(sealed)}"
+    return "\n".join([*lines, f"- Sealed scripts at rung {GOAL} in the first run: {first_runs}"])
 
 
 def main() -> int:
@@ -235,6 +187,7 @@ def main() -> int:
         "relations",
         "seconds",
         "why no further",
+        "first run, if sealed",
         "by reading",
     ]
     runs = [script for script in scripts if script.has_run]
