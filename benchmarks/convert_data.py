@@ -115,7 +115,7 @@ def write_cells(folder: Path) -> None:
         for number in range(count):
             mask = np.zeros((32, 32), dtype=bool)
             for row, column, radius in zip(
-                *random.integers(4, 28, (2, 3)), random.integers(3, 7, 3)
+                *random.integers(4, 28, (2, 3)), random.integers(3, 7, 3), strict=True
             ):
                 mask |= (rows - row) ** 2 + (columns - column) ** 2 < radius**2
             picture = np.where(mask, 150, 60) + random.integers(-40, 40, (32, 32))
