@@ -35,7 +35,7 @@ class ProbeSettings:
         port: The port at which ranks meet that the script makes itself, if it sets none.
         epochs: The number of epochs to run; 0 for two, and more as long as the run is short.
         steps: The number of steps of each epoch; 0 for all.
-        batches: The number of batches of each loader, beside a smaller last one; 0 for all.
+        batches: The number of batches of each loader, a smaller last one included; 0 for all.
         enough_after_s: The seconds until which more than two epochs are run.
         stop_at_snapshot: Whether ranks wait to be ended after their first snapshot.
         pause_at: The moment at which rank 0 pauses for a signal, as "step:5"; or evaluation, save,

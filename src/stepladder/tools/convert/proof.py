@@ -215,14 +215,17 @@ def compare_samples(proof: RungProof, runs: FrozenRuns, where: str) -> None:
     if not trains_one_data_set(runs):
         proof.broken.append(f"samples {where}: each process has a data set of its own")
     for what, read in (("training", training_samples), ("evaluation", _evaluation_samples)):
-        reference = read(runs.reference)
-        moved = read(runs.compared).share_moved(reference)
-        if moved is None or reference.counts is None or not reference.counts:
+        reference, compared = read(runs.reference), read(runs.compared)
+        moved = compared.share_moved(reference)
+        if moved is None or not reference.counts or compared.counts is None:
             continue
         by_chance = (runs.shuffled and read(runs.shuffled).share_moved(reference)) or 0.0
         if what == "evaluation" and moved:
             continue  # judged by the shown numbers: not shared before its rung
-        if moved > MAX_SHARE_REPEATED + CHANCE_FACTOR * by_chance:
+        expected, total = reference.counts.total(), compared.counts.total()
+        if abs(total - expected) > MAX_SHARE_REPEATED * expected:
+            proof.broken.append(f"samples of {what} {where}: {total} are read, {expected} on one")
+        elif moved > MAX_SHARE_REPEATED + CHANCE_FACTOR * by_chance:
             proof.broken.append(f"samples of {what} {where}: {100 * moved:.0f} % other ones")
         else:
             count = format_count(len(reference.counts), "sample")

@@ -6,6 +6,7 @@ import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 
 from stepladder.tools.check.events import Print
 from stepladder.tools.check.relations.shown import read_series
@@ -173,8 +174,8 @@ def _wrap_loaders(
             continue
         shown = f"{loader.built.file}:{loader.built.line}"
         calls = conversion.calls(loader.built, "DataLoader")
-        if not calls:
-            raise CannotConvert(f"{shown} makes no DataLoader")
+        if len(calls) != 1:
+            raise CannotConvert(f"{shown} makes {len(calls)} loaders: one on a line can be shared")
         if loader.passes[0].start.iterable:
             raise CannotConvert(
                 f"{shown} reads a stream: let each process skip the samples of the others"
@@ -331,31 +332,32 @@ def share_evaluation(conversion: Conversion) -> Edits:
 
 def _add_sums(conversion: Conversion, loader: LoaderFacts, edits: Edits) -> None:
     """After each loop over a loader, add up over all processes what the loop has added up."""
-    done: set[ast.stmt] = set()
-    for use in (uses[0] for uses in loader.uses):
-        if not conversion.is_known(use.location):
-            continue
-        file = conversion.file(use.location)
-        loops = [
-            item
-            for item in file.nodes(ast.For)
-            if _iterates_at(item, use.location.line) and item not in done
-        ]
-        for loop in loops[:1]:
-            done.add(loop)
-            names = _accumulators(file, loop)
-            following = _statements_after(file, loop)
-            used = [name for name in names if any(_uses_name(item, name) for item in following)]
-            sums = "\n".join(f"{name} = sum_over_processes({name})" for name in used)
-            if sums:
-                add(edits, file, file.insert_after(loop, sums))
-            inside = set(ast.walk(loop))
-            loader_names = _names_of_loader(file, loop, use.name)
-            scopes = following if loader.is_training else [file.scope_of(loop)]
-            for call in (call for scope in scopes for call in file.nodes(ast.Call, scope)):
-                is_length = last_name(call.func) == "len" and bool(call.args)
-                if is_length and call not in inside and file.text_of(call.args[0]) in loader_names:
-                    add(edits, file, *file.wrap(call, "sum_over_processes("))
+    for file, loop, loader_name in dict.fromkeys(_find_loops_over(conversion, loader)):
+        names = _accumulators(file, loop)
+        following = _statements_after(file, loop)
+        used = [name for name in names if any(_uses_name(item, name) for item in following)]
+        sums = "\n".join(f"{name} = sum_over_processes({name})" for name in used)
+        if sums:
+            add(edits, file, file.insert_after(loop, sums))
+        inside = set(ast.walk(loop))
+        loader_names = _names_of_loader(file, loop, loader_name)
+        scopes = following if loader.is_training else [file.scope_of(loop)]
+        for call in (call for scope in scopes for call in file.nodes(ast.Call, scope)):
+            is_length = last_name(call.func) == "len" and bool(call.args)
+            if is_length and call not in inside and file.text_of(call.args[0]) in loader_names:
+                add(edits, file, *file.wrap(call, "sum_over_processes("))
+
+
+def _find_loops_over(
+    conversion: Conversion, loader: LoaderFacts
+) -> Iterator[tuple[SourceText, ast.For, str]]:
+    """Yield the innermost loop of each use of a loader, and the name of the loader there."""
+    for use in chain.from_iterable(loader.uses):
+        if conversion.is_known(use.location):
+            file = conversion.file(use.location)
+            for loop in file.nodes(ast.For):
+                if _iterates_at(loop, use.location.line):
+                    yield file, loop, use.name
 
 
 def _names_of_loader(file: SourceText, loop: ast.For, name: str) -> set[str]:

@@ -18,7 +18,7 @@ from stepladder.tools.check.recording import Recording, read_recording
 from stepladder.tools.check.script_runs import ScriptRun
 
 # A mean and a smaller last batch show as much as all batches; accumulated gradients need more.
-NUMBERS_OF_BATCHES = (8, 64, 0)
+NUMBERS_OF_BATCHES = (9, 65, 0)
 Variant = Literal["", "plain", "shuffled", "reweighted"]
 
 
@@ -73,7 +73,7 @@ class ScriptStarter:
         self.scratch = scratch
         self.servers = servers
         self.epochs = epochs
-        self.batches = 0  # of each loader, beside a smaller last one; 0 for all
+        self.batches = 0  # of each loader, a smaller last one included; 0 for all
         self.timeout_s = timeout_s
         self.count = 0
         (scratch / "recordings").mkdir()

@@ -1,4 +1,4 @@
-"""Loaders of fewer batches: some whole ones, and the last one, which may be smaller."""
+"""Loaders of fewer batches: the first ones, and the last one, which may be smaller."""
 
 from __future__ import annotations
 
@@ -14,16 +14,20 @@ LENGTH_ATTRIBUTE = "_stepladder_length"  # of a sampler: how many samples it giv
 
 @default_on_error(lambda: None)
 def shorten(loader: DataLoader[Any], batches: int) -> None:
-    """Let the sampler of a loader give what makes some whole batches, and the last one.
+    """Let the sampler of a loader give what makes a number of batches, the last one among them.
 
-    All that the loader knows of its length is of the batches that are left. The data set is whole.
+    The number is odd, so that one of two processes evaluates more than the other. All that the
+    loader knows of its length is of the batches that are left. The data set is whole.
     """
     sampler, size = loader.sampler, loader.batch_size
     if size is None:
         return
     whole, rest = divmod(len(sampler), size)  # type: ignore[arg-type]
-    if whole > batches:
-        vars(sampler)[LENGTH_ATTRIBUTE] = batches * size + rest
+    count = min(batches, whole + bool(rest))
+    count -= count > 2 and count % 2 == 0  # of two batches both are needed
+    length = count * size - (rest and size - rest)
+    if len(sampler) > length:  # type: ignore[arg-type]
+        vars(sampler)[LENGTH_ATTRIBUTE] = length
         for name, replacement in (("__iter__", _first_samples), ("__len__", _length)):
             if not hasattr(getattr(type(sampler), name), "__wrapped__"):
                 wrap(type(sampler), name, replacement)
