@@ -86,7 +86,7 @@ def test_a_script_of_another_kind_climbs_the_whole_ladder(
     shutil.copy(Path(__file__).parent / "scripts" / f"{name}.py", tmp_path / "train.py")
     result = convert_in(tmp_path, monkeypatch, RUNGS[-1].letter)
     assert result.stopped == ""
-    assert not any(rung.not_judged for rung in result.rungs)
+    assert not any(rung.not_judged for rung in result.rungs if rung.rung.letter == "e")
     assert expected in result.files["train.py"]
     (tmp_path / "train_ddp.py").write_text(result.files["train.py"])
     done = run("run", "--nproc", "2", "train_ddp.py", cwd=tmp_path)

@@ -28,7 +28,7 @@ from stepladder.tools.convert.proof import (
 from stepladder.tools.convert.rungs import (
     Conversion,
     Edits,
-    find_lines_not_judged,
+    describe_not_judged,
     shorten_epochs,
     write_once,
 )
@@ -36,7 +36,6 @@ from stepladder.tools.convert.shown_expressions import find_shown_expression
 from stepladder.tools.convert.source import CannotConvert, Edit, EditedText, SourceText, diff
 from stepladder.tools.convert.starts import ScriptStarter, Start, Started
 
-RUNG_OF_NUMBERS = "e"
 WAYS_TO_MEND = ("sum_over_processes", "mean_over_processes")
 
 
@@ -150,12 +149,8 @@ class Converter:
             diffs = [diff(name, texts[name], text) for name, text in files.items()]
             texts |= files
             diffs = [text for text in diffs if text]
-            proved.append(ProvedRung(rung, diffs, proof.holds))
-            if rung.letter == RUNG_OF_NUMBERS:
-                proved[-1].not_judged.extend(
-                    f"{file.name}:{call.lineno} prints what no run has shown, or a 0 each time"
-                    for file, call in find_lines_not_judged(conversion)
-                )
+            not_judged = describe_not_judged(conversion, rung.letter)
+            proved.append(ProvedRung(rung, diffs, proof.holds, not_judged))
             on_rung(proved[-1])
             if rung.letter == self.request.last:
                 break

@@ -32,7 +32,7 @@ CHANCE_FACTOR = (
 MAX_SHARE_REPEATED = 0.05  # of the samples: those that make shares equal
 
 
-class WrongNumber(NamedTuple):
+class _WrongNumber(NamedTuple):
     """A number that a line shows.
 
     Args:
@@ -60,7 +60,7 @@ class RungProof:
 
     holds: list[str] = field(default_factory=list)
     broken: list[str] = field(default_factory=list)
-    wrong_numbers: list[WrongNumber] = field(default_factory=list)
+    wrong_numbers: list[_WrongNumber] = field(default_factory=list)
 
 
 def starts_of_original(files: Mapping[str, str]) -> dict[str, Start]:
@@ -142,7 +142,7 @@ def _compare_numbers(proof: RungProof, runs: FrozenRuns, where: str) -> None:
         location = Location(line.file, line.line)
         text = next(e.text for e in runs.reference.ranks[0].select(Print) if e.at == line)
         if all((item.location, item.position) != (location, index) for item in proof.wrong_numbers):
-            proof.wrong_numbers.append(WrongNumber(location, index, text, is_counter))
+            proof.wrong_numbers.append(_WrongNumber(location, index, text, is_counter))
         reasons.setdefault(location, reason)
     proof.broken.extend(f"line {location.line} {where}: {why}" for location, why in reasons.items())
     lines = shown.count_compared(runs)

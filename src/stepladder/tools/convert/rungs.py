@@ -10,19 +10,19 @@ from itertools import chain
 
 from stepladder.tools.check.events import Print
 from stepladder.tools.check.relations.shown import read_series
+from stepladder.tools.check.run_summary import DEFINITIONS
 from stepladder.tools.convert.facts import LoaderFacts, ScriptFacts, Use
 from stepladder.tools.convert.source import CannotConvert, Edit, Scope, SourceText
 from stepladder.tools.findings.finding import Location
 
 FIRST_STEPS = 4  # enough for a mean, and few where the script evaluates in these steps
+RUNG_OF_NUMBERS, RUNG_OF_FILES = "e", "f"
 RANK_0 = "dist.get_rank() == 0"
 # What a wrapped model answers as the model does.
 KEPT_BY_WRAPPER = {
     *("train", "eval", "parameters", "zero_grad", "to", "cuda", "training", "requires_grad_"),
     *("apply", "forward", "no_sync", "module"),
 }
-IMPORTS = (ast.Import, ast.ImportFrom)
-DEFINITIONS = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 Edits = dict[str, list[Edit]]  # by file
 
 
@@ -120,7 +120,9 @@ def _ends_of(statement: ast.stmt) -> tuple[ast.stmt, ast.stmt]:
 
 def _first_call(file: SourceText) -> ast.stmt:
     """Return the first statement of a module, after its imports, that calls something."""
-    imports = [item.lineno for item in file.tree.body if isinstance(item, IMPORTS)]
+    imports = [
+        item.lineno for item in file.tree.body if isinstance(item, ast.Import | ast.ImportFrom)
+    ]
     return next(
         item
         for item in file.tree.body
@@ -235,19 +237,18 @@ def shorten_epochs(conversion: Conversion, epochs: int) -> Edits:
     edits: Edits = {}
     for file, loop in find_epoch_loops(conversion):
         edits[file.name] = file.wrap(loop.iter, '__import__("itertools").islice(', f", {epochs})")
-    for file, test in dict.fromkeys(_tests_of_lines_not_judged(conversion)):
+    conditions = {
+        (file, node.test): None
+        for file, call in find_lines_not_judged(conversion)
+        for node in file.ancestors(call)
+        if isinstance(node, ast.If)
+    }
+    for file, test in conditions:
         for node in file.nodes(ast.Compare, test):
             if isinstance(node.left, ast.BinOp) and isinstance(node.left.op, ast.Mod):
                 text = f" or {file.text_of(node.left)} < {FIRST_STEPS})"
                 add(edits, file, *file.wrap(node, "(", text))
     return edits
-
-
-def _tests_of_lines_not_judged(conversion: Conversion) -> Iterator[tuple[SourceText, ast.expr]]:
-    for file, call in find_lines_not_judged(conversion):
-        for node in file.ancestors(call):
-            if isinstance(node, ast.If):
-                yield file, node.test
 
 
 def _iterates_at(loop: ast.stmt, line: int) -> bool:
@@ -474,18 +475,14 @@ def find_lines_not_judged(conversion: Conversion) -> Iterator[tuple[SourceText, 
 def write_once(conversion: Conversion) -> Edits:
     """Let one process write files, each whole or not at all."""
     edits: Edits = {}
-    saves: set[Location] = set()
     for file, call in _calls_of(conversion, "torch.save"):
         add(edits, file, file.replace(call.func, "save_once"))
-        saves |= {Location(file.name, line) for line in lines_of(call)}
     for name in ("os.makedirs", "os.mkdir"):
         for file, call in _calls_of(conversion, name):
             if len(call.args) == 1 and not call.keywords:
                 folder = file.text_of(call.args[0])
                 add(edits, file, file.replace(call, f"os.makedirs({folder}, exist_ok=True)"))
-    for location in conversion.facts.writes:
-        if location in saves or not conversion.is_known(location):
-            continue
+    for location in _find_other_writes(conversion):
         file = conversion.file(location)
         statement = conversion.statement(location)
         if isinstance(statement, ast.Assign):  # a writer, which other lines use
@@ -494,6 +491,32 @@ def write_once(conversion: Conversion) -> Edits:
         else:
             add(edits, file, *file.guard(statement, RANK_0))
     return edits
+
+
+def _find_other_writes(conversion: Conversion) -> list[Location]:
+    """Return the lines that write, rename or remove files, but for those of torch.save."""
+    saves = {
+        Location(file.name, line)
+        for file, call in _calls_of(conversion, "torch.save")
+        for line in lines_of(call)
+    }
+    writes = filter(conversion.is_known, conversion.facts.writes)
+    return [location for location in writes if location not in saves]
+
+
+def describe_not_judged(conversion: Conversion, letter: str) -> list[str]:
+    """Return a line for each place that the proof of a rung cannot judge."""
+    if letter == RUNG_OF_NUMBERS:
+        return [
+            f"{file.name}:{call.lineno} prints what no run has shown, or a 0 each time"
+            for file, call in find_lines_not_judged(conversion)
+        ]
+    if letter == RUNG_OF_FILES:
+        return [
+            f"{location.file}:{location.line} is done on process 0, perhaps with its share alone"
+            for location in _find_other_writes(conversion)
+        ]
+    return []
 
 
 def lines_of(node: ast.expr) -> range:
