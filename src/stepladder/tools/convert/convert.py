@@ -180,7 +180,7 @@ class Converter:
         facts = ScriptFacts(started["reference"].recording)
         conversion = Conversion(main, files, facts, self.request.imports_stepladder)
         with suppress(CannotConvert):
-            self.files_once = write_once(conversion)
+            self.files_once = write_once(conversion, "save_without_barrier")
         return conversion
 
     def run_original(self, starts: dict[str, Start]) -> dict[str, Started]:

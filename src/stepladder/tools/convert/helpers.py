@@ -9,6 +9,7 @@ IMPORTS = {
     "random": "import random",
     "signal": "import signal",
     "sys": "import sys",
+    "time": "import time",
     "torch": "import torch",
     "dist": "import torch.distributed as dist",
     "islice": "from itertools import islice",
@@ -120,6 +121,15 @@ def save_once(obj, f, **kwargs):
         torch.save(obj, f"{f}.part", **kwargs)
         os.replace(f"{f}.part", f)
     dist.barrier()''',
+    "save_without_barrier": '''\
+def save_without_barrier(obj, f, **kwargs):
+    """Save as long as processes evaluate by themselves, and may not agree what is the best."""
+    if dist.get_rank() == 0:
+        torch.save(obj, f"{f}.part", **kwargs)
+        os.replace(f"{f}.part", f)
+    for _ in range(500):
+        if not os.path.exists(f):
+            time.sleep(0.01)''',
     "Nothing": '''\
 class Nothing:
     """Stands for what process 0 alone writes with: all that is done with it does nothing."""

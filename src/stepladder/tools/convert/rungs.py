@@ -144,8 +144,8 @@ def _find_training(conversion: Conversion) -> tuple[SourceText, ast.stmt, ast.st
         raise CannotConvert(f"the training does not begin in {file.name}")
     last = conversion.top_statement(outermost)
     begin, end = _ends_of(last)
-    built = [loader.built for loader in conversion.facts.loaders if loader.built.file == file.name]
-    tops = {conversion.top_statement(location) for location in built} - {last}
+    built = (loader.built for loader in conversion.facts.loaders)
+    tops = {conversion.top_statement(item) for item in built if item.file == file.name} - {last}
     if begin is last or not all(isinstance(item, DEFINITIONS) for item in tops):
         begin, end = _first_call(file), file.tree.body[-1]
     return file, begin, end
@@ -472,11 +472,11 @@ def find_lines_not_judged(conversion: Conversion) -> Iterator[tuple[SourceText, 
             yield file, call
 
 
-def write_once(conversion: Conversion) -> Edits:
+def write_once(conversion: Conversion, save: str = "save_once") -> Edits:
     """Let one process write files, each whole or not at all."""
     edits: Edits = {}
     for file, call in _calls_of(conversion, "torch.save"):
-        add(edits, file, file.replace(call.func, "save_once"))
+        add(edits, file, file.replace(call.func, save))
     for name in ("os.makedirs", "os.mkdir"):
         for file, call in _calls_of(conversion, name):
             if len(call.args) == 1 and not call.keywords:

@@ -6,7 +6,7 @@ import ast
 import difflib
 from bisect import bisect_right
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
@@ -58,7 +58,7 @@ class EditedText:
     """
 
     text: str
-    original_lines: list[int | None] = field(default_factory=list)
+    original_lines: list[int | None]
 
 
 class SourceText:
