@@ -16,6 +16,7 @@ from stepladder.core.errors import InputError
 from stepladder.core.output_file import write_output
 from stepladder.tools.convert.convert import ConversionRequest, Conversions, ProvedRung, convert
 
+TRAINS_ONE_MODEL = 3  # rungs: a, b and c
 NOT_COMPLETE = 1  # the exit code where a rung is not offered
 
 
@@ -62,11 +63,12 @@ def command(script: Path, args: Words = (), **values: Any) -> int:
         script, args, flags.rung, flags.epochs, flags.timeout, flags.stop_signals
     )
     result = convert(request, (lambda _: None) if flags.as_json else _show_rung)
-    written = write_files(result, script, target) if target else []
+    is_partial = bool(result.stopped) and len(result.rungs) < TRAINS_ONE_MODEL
+    written = write_files(result, script, target) if target and not is_partial else []
     if flags.as_json:
         echo_json(_json_of(result, written))
     else:
-        _show_end(result, script, written)
+        _show_end(result, script, written, is_partial)
     return NOT_COMPLETE if result.stopped else 0
 
 
@@ -113,7 +115,7 @@ def _show_rung(proved: ProvedRung) -> None:
     echo("")
 
 
-def _show_end(result: Conversions, script: Path, written: list[Path]) -> None:
+def _show_end(result: Conversions, script: Path, written: list[Path], is_partial: bool) -> None:
     if result.stopped:
         echo(f"not offered: rung {result.stopped}")
     for path in written:
@@ -122,6 +124,8 @@ def _show_end(result: Conversions, script: Path, written: list[Path]) -> None:
         echo(f"to start it on two processes: stepladder run --nproc 2 {written[0]}")
         submit = "stepladder submit --dry-run --nodes 2 --nproc 2 -- run"
         echo(f"to see its batch script for two nodes: {submit} {written[0]}")
+    elif is_partial:
+        echo("not written: without rung c each process would train a model of its own")
     elif result.files and not written:
         echo(f"to write it beside {script}: stepladder convert --write {script}")
 

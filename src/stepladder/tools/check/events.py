@@ -395,6 +395,7 @@ class BeforeStep(ProbeEvent, kind="prestep"):
     ids: dict[str, int]  # the ids of parameters
     frozen_names: list[str]  # the parameters with requires_grad=False
     sums: Sequence[float] = ()  # as in LocalGradients
+    random: Sequence[str] = ()  # the states of the global generators, with frozen weights
 
 
 class OptimizerStep(ProbeEvent, kind="step"):

@@ -114,7 +114,7 @@ class ScriptFacts:
             for name, model, _ in event.models
             if model in self.trained_models
         }
-        return names - {""}
+        return names - {"", "self"}  # which has no wrapper
 
     @cached_property
     def training_events(self) -> list[ProbeEvent]:

@@ -52,7 +52,7 @@ class ShareOfSampler:
         while drawn != [[]]:
             drawn = [list(islice(draws, 1000 * size))]
             dist.broadcast_object_list(drawn)
-            if self.has_equal_shares:
+            if self.has_equal_shares:  # a last batch that has none gets samples twice
                 drawn[0] += drawn[0][: -len(drawn[0]) % size]
             yield from drawn[0][rank::size]
 
@@ -70,9 +70,10 @@ def copy_loader(loader, **changes):
     "share_of_batch": '''\
 def share_of_batch(size):
     """Return how many samples of a batch this process takes."""
-    if size % dist.get_world_size():
-        raise ValueError(f"a batch of {size} has no equal shares")
-    return size // dist.get_world_size()''',
+    processes = dist.get_world_size()
+    if size % processes:
+        raise ValueError(f"a batch of {size} has no equal shares for {processes} processes")
+    return size // processes''',
     "share_samples": '''\
 def share_samples(loader):
     """Return a loader of this process's share of each batch."""

@@ -116,13 +116,9 @@ def compose(files: dict[str, SourceText], steps: Sequence[Edits]) -> dict[str, E
     """Return the files with the edits of rungs, and with the functions that these call."""
     composed = {}
     for name, file in files.items():
-        names: set[str] = set()
-        edits: list[Edit] = []
-        for step in steps:
-            edits += step.get(name, [])
-            names |= _names_used(step.get(name, []))
+        edits = [edit for step in steps for edit in step.get(name, [])]
         if edits:
-            composed[name] = file.apply([*definitions(file, names), *edits])
+            composed[name] = file.apply([*definitions(file, _names_used(edits)), *edits])
     return composed
 
 

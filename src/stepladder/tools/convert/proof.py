@@ -90,14 +90,13 @@ def prove(
 ) -> RungProof:
     """Compare a converted script, on one and on two processes, with the script as it was."""
     proof = RungProof()
-    for name, processes in (("one", "1 process"), ("two", "2 processes")):
+    runs_of = (("one", "on 1 process", JUDGED_ON_ONE), ("two", "on 2 processes", judged))
+    for name, where, relations in runs_of:
         if reason := why_failed(started[name]):
-            proof.broken.append(f"on {processes} it {reason}")
+            proof.broken.append(f"{where} it {reason}")
             return proof
-    for name, processes in (("one", "1 process"), ("two", "2 processes")):
         runs = replace(original, compared=_with_original_lines(started[name].recording, files))
-        relations = JUDGED_ON_ONE if name == "one" else judged
-        _compare_run(proof, runs, relations, f"on {processes}")
+        _compare_run(proof, runs, relations, where)
     return proof
 
 
@@ -120,7 +119,7 @@ def _compare_run(proof: RungProof, runs: FrozenRuns, relations: frozenset[str], 
     if "samples" in relations:
         compare_samples(proof, runs, where)
     if "gradients" in relations:
-        violations = list(gradients.violations(runs))
+        violations = list(gradients.violations(runs, has_same_batches=True))
         proof.broken.extend(f"gradients {where}: {item.evidence}" for item in violations)
         steps = gradients.count_compared(runs)
         if steps and not violations:

@@ -16,7 +16,6 @@ from stepladder.tools.convert.source import CannotConvert, Edit, Scope, SourceTe
 from stepladder.tools.findings.finding import Location
 
 FIRST_STEPS = 4  # enough for a mean, and few where the script evaluates in these steps
-RUNG_OF_NUMBERS, RUNG_OF_FILES = "e", "f"
 RANK_0 = "dist.get_rank() == 0"
 # What a wrapped model answers as the model does.
 KEPT_BY_WRAPPER = {
@@ -118,18 +117,12 @@ def _ends_of(statement: ast.stmt) -> tuple[ast.stmt, ast.stmt]:
     return statement, statement
 
 
-def _first_call(file: SourceText) -> ast.stmt:
-    """Return the first statement of a module, after its imports, that calls something."""
-    imports = [
-        item.lineno for item in file.tree.body if isinstance(item, ast.Import | ast.ImportFrom)
-    ]
-    return next(
-        item
-        for item in file.tree.body
-        if item.lineno > max(imports, default=0)
-        and not isinstance(item, DEFINITIONS)
-        and any(file.nodes(ast.Call, item))
-    )
+def _first_call(file: SourceText, line: int) -> ast.stmt:
+    """Return the first statement of a module with a call, after the imports before a line."""
+    body = [item for item in file.tree.body if not isinstance(item, DEFINITIONS)]
+    imports = [item.lineno for item in body if isinstance(item, ast.Import | ast.ImportFrom)]
+    begin = max((number for number in imports if number < line), default=0)
+    return next(item for item in body if item.lineno > begin and any(file.nodes(ast.Call, item)))
 
 
 def add(edits: Edits, file: SourceText, *more: Edit) -> None:
@@ -146,8 +139,9 @@ def _find_training(conversion: Conversion) -> tuple[SourceText, ast.stmt, ast.st
     begin, end = _ends_of(last)
     built = (loader.built for loader in conversion.facts.loaders)
     tops = {conversion.top_statement(item) for item in built if item.file == file.name} - {last}
-    if begin is last or not all(isinstance(item, DEFINITIONS) for item in tops):
-        begin, end = _first_call(file), file.tree.body[-1]
+    lines = [item.lineno for item in tops if not isinstance(item, DEFINITIONS)]
+    if begin is last or lines:
+        begin, end = _first_call(file, min([last.lineno, *lines])), file.tree.body[-1]
     return file, begin, end
 
 
@@ -506,12 +500,12 @@ def _find_other_writes(conversion: Conversion) -> list[Location]:
 
 def describe_not_judged(conversion: Conversion, letter: str) -> list[str]:
     """Return a line for each place that the proof of a rung cannot judge."""
-    if letter == RUNG_OF_NUMBERS:
+    if letter == "e":
         return [
             f"{file.name}:{call.lineno} prints what no run has shown, or a 0 each time"
             for file, call in find_lines_not_judged(conversion)
         ]
-    if letter == RUNG_OF_FILES:
+    if letter == "f":
         return [
             f"{location.file}:{location.line} is done on process 0, perhaps with its share alone"
             for location in _find_other_writes(conversion)

@@ -330,6 +330,7 @@ def record_before_step(optimizer: Any, *_: Any) -> None:
             ids={name: id(p) for name, p in named.items()},
             frozen_names=[name for name, p in named.items() if not p.requires_grad],
             sums=digests.gradient_sums(parameters),
+            random=list(digests.random_states().values()) if log.settings.frozen else (),
         )
     )
 

@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader
 
 from stepladder.tools.check.probe.patching import WrappedCall, default_on_error, wrap
 
+MAX_DRAWN = 2_000_000
 LENGTH_ATTRIBUTE = "_stepladder_length"  # of a sampler: how many samples it gives
 
 
@@ -20,12 +21,14 @@ def shorten(loader: DataLoader[Any], batches: int) -> None:
     loader knows of its length is of the batches that are left. The data set is whole.
     """
     sampler, size = loader.sampler, loader.batch_size
-    if size is None:
+    is_made_of_shorter = any(map(_is_shorter, vars(sampler).values()))
+    if size is None or is_made_of_shorter:
         return
     whole, rest = divmod(len(sampler), size)  # type: ignore[arg-type]
     count = min(batches, whole + bool(rest))
     count -= count > 2 and count % 2 == 0  # of two batches both are needed
     length = count * size - (rest and size - rest)
+    length -= length % 2 and length > 1  # shares of two processes are equal
     if len(sampler) > length:  # type: ignore[arg-type]
         vars(sampler)[LENGTH_ATTRIBUTE] = length
         for name, replacement in (("__iter__", _first_samples), ("__len__", _length)):
@@ -33,8 +36,25 @@ def shorten(loader: DataLoader[Any], batches: int) -> None:
                 wrap(type(sampler), name, replacement)
 
 
+def _is_shorter(value: object) -> bool:
+    return LENGTH_ATTRIBUTE in getattr(value, "__dict__", {})
+
+
 def _first_samples(call: WrappedCall) -> Any:
-    return islice(call.run(), vars(call.args[0]).get(LENGTH_ATTRIBUTE))
+    """Return the samples of a sampler, or as many as make the batches that are left.
+
+    They are the first ones of the data set, so that another order has the same ones. A sampler that
+    draws one twice, or that is endless, gives those that it draws first.
+    """
+    sampler = call.args[0]
+    length = vars(sampler).get(LENGTH_ATTRIBUTE)
+    if length is None:
+        return call.run()
+    drawn = list(islice(call.run(), MAX_DRAWN))
+    kept = set(sorted(drawn)[:length])
+    if len(drawn) == MAX_DRAWN or len(kept) < length:
+        return iter(drawn[:length])
+    return (sample for sample in drawn if sample in kept)
 
 
 def _length(call: WrappedCall) -> Any:

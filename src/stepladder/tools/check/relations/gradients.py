@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
 
-from stepladder.tools.check.events import BeforeStep, MeanGradient, OptimizerStep
+from stepladder.tools.check.events import BeforeStep, Fetch, MeanGradient, OptimizerStep
 from stepladder.tools.check.recording import RankLog
 from stepladder.tools.check.relations.frozen_runs import SAME_RATIO, FrozenRuns, Violation
 from stepladder.tools.check.relations.samples_read import training_samples, trains_one_data_set
@@ -17,6 +17,8 @@ from stepladder.tools.probe.events import CodeLine
 NOISE_FACTOR = 5.0
 MIN_RELATIVE_DIFFERENCE = 1e-3
 SHIFT_FACTOR = 4.0
+ROUNDING = 5e-3  # of a mean gradient, in 16-bit numbers too
+NO_MEAN = "the loss is no mean over samples, as with weights, ignored targets or pairs"
 MAX_LAYERS = 3  # that are shown
 
 Pairs = list[tuple[float, float]]
@@ -73,7 +75,14 @@ def fit_factor(pairs: Pairs) -> float:
     return sum(one * other for one, other in pairs) / square if square else 0.0
 
 
-def violations(runs: FrozenRuns) -> Iterator[Violation]:
+def violations(runs: FrozenRuns, has_same_batches: bool = False) -> Iterator[Violation]:
+    """Yield how the mean gradients of ranks differ from that of one process.
+
+    Args:
+        runs: The runs.
+        has_same_batches: Whether all ranks together have the batches of one process. If nothing is
+            drawn in the training, the gradients are then the same but for rounding.
+    """
     reference = read_gradients(runs.reference.ranks[0])
     shuffled = read_gradients((runs.shuffled or runs.reference).ranks[0])
     samples = training_samples(runs.reference)
@@ -81,11 +90,12 @@ def violations(runs: FrozenRuns) -> Iterator[Violation]:
     if not are_comparable(runs):
         return
     moved = compared.share_moved(samples)
+    is_exact = has_same_batches and moved == 0 and not draws(runs.reference.ranks[0])
     for rank, log in enumerate(runs.compared.ranks):
         for number, gradient in read_gradients(log).items():
             if number not in reference or number not in shuffled:
                 continue
-            violation = compare(reference[number], shuffled[number], gradient, moved)
+            violation = compare(reference[number], shuffled[number], gradient, moved, is_exact)
             if violation and not is_scaled_by_rate(runs, rank, number, violation.ratio):
                 text = f"rank {rank}: {violation.evidence}"
                 yield replace(violation, line=line_of_step(log, number), evidence=text)
@@ -120,6 +130,18 @@ def are_comparable(runs: FrozenRuns) -> bool:
     return trains_one_data_set(runs) and not is_sharded(runs.compared.ranks)
 
 
+def draws(log: RankLog) -> bool:
+    """Return whether random numbers are drawn between steps, or may be."""
+    passes = [one_pass.select(BeforeStep) for one_pass in log.training_passes]
+    states = [[step.random for step in steps] for steps in passes if len(steps) > 1]
+    fetches = [event for event in log.worker_events if isinstance(event, Fetch)]
+    return (
+        not states
+        or any(one != first for first, *others in states for one in others)
+        or any(event.used for event in fetches)
+    )
+
+
 def line_of_step(log: RankLog, number: int) -> CodeLine | None:
     steps = [event.at for event in log.select(BeforeStep) if event.optimizer == number]
     return steps[0] if steps else None
@@ -138,7 +160,11 @@ def shift_by_samples(reference: Gradient, moved: float | None) -> float:
 
 
 def compare(
-    reference: Gradient, shuffled: Gradient, gradient: Gradient, moved: float | None
+    reference: Gradient,
+    shuffled: Gradient,
+    gradient: Gradient,
+    moved: float | None,
+    is_exact: bool = False,
 ) -> Violation | None:
     """Return how a rank's mean gradient differs from that of one process.
 
@@ -147,6 +173,7 @@ def compare(
         shuffled: That of one process with other random numbers.
         gradient: That of the rank.
         moved: The share of samples that were read more or less often on all ranks.
+        is_exact: Whether both are the same but for rounding.
     """
     norm = reference.norm
     pairs = common_elements(reference.mean, gradient.mean)
@@ -155,6 +182,8 @@ def compare(
     noise = distance(common_elements(reference.mean, shuffled.mean)) / norm
     shift = shift_by_samples(reference, moved) / norm
     allowed = NOISE_FACTOR * noise + SHIFT_FACTOR * shift + MIN_RELATIVE_DIFFERENCE
+    if is_exact:
+        allowed = ROUNDING
     difference = distance(pairs) / norm
     if not difference > allowed:
         return None
@@ -168,6 +197,8 @@ def compare(
         f"process, and differs by {100 * difference:.3g} %; other random numbers change it by "
         f"{100 * noise:.2g} %"
     )
+    if is_exact:
+        text += f". Both have the same samples in each step: {NO_MEAN}"
     evidence = "\n".join([text, *layers[:MAX_LAYERS]])
     known_ratio = ratio if is_multiple else math.nan
     return Violation("gradients", None, difference / allowed, evidence, known_ratio)
