@@ -76,7 +76,7 @@ def test_samples_that_are_cut_by_hand_are_left_to_a_person(
     ("name", "expected"),
     [
         ("trainer_class", ".module"),
-        ("unseeded", 'Journal("journal.txt") if dist.get_rank() == 0 else Nothing()'),
+        ("unseeded", "if dist.get_rank() == 0:\n            with open(str(self.path)"),
         ("summed_loss", '"%d of %d samples, loss %.4f" % (sum_over_processes(step * len(x)), '),
     ],
 )
