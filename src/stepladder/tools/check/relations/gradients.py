@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -91,11 +92,16 @@ def violations(runs: FrozenRuns, has_same_batches: bool = False) -> Iterator[Vio
         return
     moved = compared.share_moved(samples)
     is_exact = has_same_batches and moved == 0 and not draws(runs.reference.ranks[0])
+    rows: Counter[int] = Counter()  # of all ranks, by the optimizer
+    for log in runs.compared.ranks:
+        rows.update({number: item.rows for number, item in read_gradients(log).items()})
     for rank, log in enumerate(runs.compared.ranks):
         for number, gradient in read_gradients(log).items():
             if number not in reference or number not in shuffled:
                 continue
-            violation = compare(reference[number], shuffled[number], gradient, moved, is_exact)
+            has_same_rows = rows[number] == reference[number].rows  # not of an evaluation, too
+            pair = (reference[number], shuffled[number])
+            violation = compare(*pair, gradient, moved, is_exact and has_same_rows)
             if violation and not is_scaled_by_rate(runs, rank, number, violation.ratio):
                 text = f"rank {rank}: {violation.evidence}"
                 yield replace(violation, line=line_of_step(log, number), evidence=text)
