@@ -56,8 +56,8 @@ RUNGS = (
     Rung(
         "c",
         "average the gradients",
-        "The model is wrapped, so that all processes make the same step; what is named of the "
-        "model is named of the one inside. Batch norm, if there is any, sees the whole batch, for "
+        "The model is wrapped, so that all processes make the same step; its attributes are read "
+        "from the model inside. Batch norm, if there is any, sees the whole batch, for "
         "which torch needs GPUs.",
         "Each process would train another model, on its share alone.",
         (
@@ -95,7 +95,7 @@ RUNGS = (
     Rung(
         "g",
         "save and resume",
-        "All that goes on is saved at the end of each epoch, and the next start goes on there.",
+        "All training state is saved at the end of each epoch, and the next start continues there.",
         "A start after a failure would begin at the first epoch, or with another state.",
         (rungs_snapshot.save_and_resume,),
         ALL_OF_A_RUN | {"resume"},
