@@ -138,6 +138,9 @@ class Nothing:
     def __getattr__(self, name):
         return self
 
+    def __fspath__(self):
+        return os.devnull
+
     def __call__(self, *args, **kwargs):
         return self''',
     "save_snapshot": '''\

@@ -215,7 +215,7 @@ def change_weights_at_first_call() -> None:
             if id(parameter) in changed or not parameter.is_floating_point():
                 continue
             changed.add(id(parameter))
-            generator.manual_seed(int(parameter.numel()))  # a tensor while torch.jit traces
+            generator.manual_seed(parameter.numel())
             noise = torch.randn(parameter.shape, generator=generator).to(parameter)
             with torch.no_grad():
                 parameter.mul_(1.0 + WEIGHT_CHANGE * noise)
@@ -224,11 +224,14 @@ def change_weights_at_first_call() -> None:
 
 
 def wrap_first_call(on_first_call: Any) -> None:
-    """Call a function with each model before its first call."""
+    """Call a function with each model before its first call, but for those that are traced.
+
+    torch.jit compares the calls of a trace with each other.
+    """
     seen: set[int] = set()
 
     def before_call(module: nn.Module, args: Any) -> None:
-        if id(module) not in seen:
+        if id(module) not in seen and not torch.jit.is_tracing():
             seen.add(id(module))
             on_first_call(module)
 
