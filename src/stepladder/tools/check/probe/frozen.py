@@ -231,7 +231,8 @@ def wrap_first_call(on_first_call: Any) -> None:
     seen: set[int] = set()
 
     def before_call(module: nn.Module, args: Any) -> None:
-        if id(module) not in seen and not torch.jit.is_tracing():
+        is_traced = torch.jit.is_tracing()  # type: ignore[no-untyped-call]
+        if id(module) not in seen and not is_traced:
             seen.add(id(module))
             on_first_call(module)
 
