@@ -231,7 +231,7 @@ def wrap_first_call(on_first_call: Any) -> None:
     seen: set[int] = set()
 
     def before_call(module: nn.Module, args: Any) -> None:
-        is_traced = torch.jit.is_tracing()  # type: ignore[no-untyped-call]
+        is_traced = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
         if id(module) not in seen and not is_traced:
             seen.add(id(module))
             on_first_call(module)
