@@ -61,7 +61,10 @@ def wait_for_gloo() -> None:
 
 def _is_gloo_running() -> bool:
     """Tell whether Linux is running a gloo thread of this process; False if there is no /proc."""
-    for path in Path("/proc/self/task").glob("*/stat"):
+    paths: list[Path] = []
+    with suppress(OSError):  # a process that has no memory left
+        paths += Path("/proc/self/task").glob("*/stat")
+    for path in paths:
         with suppress(OSError):  # the thread has ended meanwhile
             stat = path.read_text(encoding="utf-8", errors="replace")
             name, _, fields = stat.partition("(")[2].rpartition(")")
