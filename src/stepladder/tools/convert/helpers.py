@@ -9,6 +9,7 @@ IMPORTS = {
     "random": "import random",
     "signal": "import signal",
     "sys": "import sys",
+    "tempfile": "import tempfile",
     "time": "import time",
     "torch": "import torch",
     "dist": "import torch.distributed as dist",
@@ -139,7 +140,7 @@ class Nothing:
         return self
 
     def __fspath__(self):
-        return os.devnull
+        return tempfile.mkdtemp()
 
     def __call__(self, *args, **kwargs):
         return self''',
