@@ -120,6 +120,32 @@ def test_a_gradient_of_which_noise_moves_as_much_is_no_violation() -> None:
     assert list(gradients.violations(runs)) == []
 
 
+@pytest.mark.parametrize(
+    ("states", "rows", "is_found"),
+    [(["s", "s"], 4.0, True), (["s", "t"], 4.0, False), (["s", "s"], 6.0, False)],
+    ids=["nothing is drawn", "dropout", "an evaluation has rows, too"],
+)
+def test_gradients_of_the_same_batches_differ_by_rounding_alone(
+    states: list[str], rows: float, is_found: bool
+) -> None:
+    """A loss with class weights moves them less than other random numbers do."""
+
+    def trained(batches: list[list[int]], mean: float, count: float) -> list[dict[str, Any]]:
+        events = [mean_gradient(mean, 2.0, rows=count), *train_pass(1, batches)]
+        drawn = iter(states)
+        return [e | ({"random": [next(drawn)]} if e["k"] == "prestep" else {}) for e in events]
+
+    runs = frozen(
+        trained([[0, 1], [2, 3]], 1.0, 4.0),
+        trained([[0], [2]], 1.1, rows / 2),
+        trained([[1], [3]], 1.1, rows / 2),
+        shuffled=[mean_gradient(0.95, 2.0)],
+    )
+    assert list(gradients.violations(runs)) == []
+    found = list(gradients.violations(runs, has_same_batches=True))
+    assert ["no mean over samples" in item.evidence for item in found] == [True] * is_found
+
+
 def exchanged(local: list[float], used: list[float], optimizer: str) -> list[dict[str, Any]]:
     """Return steps with the gradients that a backward pass has left, and those that are used."""
     before, after = step(1)
