@@ -132,6 +132,8 @@ def test_a_stopped_script_goes_on_with_other_processes(
     assert stopped.returncode == 75, stopped.stderr
     resumed = run("train_ddp.py", cwd=tmp_path, command=(sys.executable,))
     assert resumed.returncode == 0, resumed.stderr
+    assert "continues from train_snapshot2.pt; for a new training remove it" in resumed.stderr
+    assert "continues from" not in whole.stderr
     assert resumed.stdout.splitlines() == whole.stdout.splitlines()[4:]
     assert (tmp_path / "train_snapshot.pt").read_text() == "of somebody else"
 

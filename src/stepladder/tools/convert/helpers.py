@@ -156,6 +156,8 @@ def load_snapshot(path, parts):
     """Load a snapshot, if there is one, into the parts; return its values."""
     if not os.path.exists(path):
         return {}
+    if dist.get_rank() == 0:
+        print(f"continues from {path}; for a new training remove it", file=sys.stderr)
     snapshot = torch.load(path, map_location="cpu", weights_only=True)
     for name, part in parts.items():
         part.load_state_dict(snapshot["parts"][name])
