@@ -33,7 +33,7 @@ MIN_SHARE = 0.8
 MAX_SECONDS = 180
 MAX_SECONDS_OF_RUN = 400  # on a machine that others use, too
 READING = """\
-A relation that holds is counted at the last rung. "Rungs that change it" leaves out those with nothing to change. "By reading" is what a
+A relation that holds is counted at the last rung. "Rungs that change it" leaves out those with nothing to change. The list below is what a
 person says who has read each diff: whether it would be merged, and what is wrong that no relation has found."""
 VARIABLES = {"MPLBACKEND": "Agg", "WANDB_MODE": "disabled"}  # no window, no account
 
@@ -122,8 +122,8 @@ def find_result(entry: dict[str, Any], args: argparse.Namespace) -> ConvertedScr
 
 def make_row(script: ConvertedScript) -> list[str]:
     entry = script.entry
-    reason = script.report.get("failure") or script.report.get("not_offered", "")
     return [
+        entry["name"],
         f"{entry['repository']} {entry['folder']}: `{entry['command']}`",
         entry["commit"][:8],
         entry["kind"],
@@ -131,10 +131,17 @@ def make_row(script: ConvertedScript) -> list[str]:
         script.changed or "-",
         str(script.held),
         f"{script.seconds:.0f}",
-        reason.replace("|", "\\|"),
         entry.get("first_run", ""),
-        entry.get("reading", "not read"),
     ]
+
+
+def list_readings(script: ConvertedScript) -> str:
+    entry = script.entry
+    reason = " ".join(
+        (script.report.get("failure") or script.report.get("not_offered", "")).split()
+    )
+    texts = [f"- **{entry['name']}**: {entry.get('reading', 'not read')}."]
+    return "\n".join([*texts, *[f"  No further: {reason}"] * bool(reason)])
 
 
 def list_bars(scripts: list[ConvertedScript], count: int) -> str:
@@ -179,6 +186,7 @@ def main() -> int:
     scripts = [find_result(entry, args) for entry in entries if entry["name"] in chosen]
     not_run = ", ".join(entry["name"] for entry in entries if entry["name"] not in chosen)
     header = [
+        "name",
         "script and arguments",
         "commit",
         "kind",
@@ -186,9 +194,7 @@ def main() -> int:
         "rungs that change it",
         "relations",
         "seconds",
-        "why no further",
         "first run, if sealed",
-        "by reading",
     ]
     runs = [script for script in scripts if script.has_run]
     goal = [script for script in runs if script.reached >= GOAL]
@@ -198,6 +204,7 @@ def main() -> int:
         f" with or without a change: {len(goal)}.",
         list_bars(scripts, len(entries)),
         READING,
+        "\n".join(map(list_readings, scripts)),
     ]
     report.finish(texts, args.write)
     return 0

@@ -6,8 +6,10 @@ import os
 import platform
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
+NUMBER = re.compile(r"\W*\d.{0,16}")
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -48,9 +50,15 @@ def command(script: str) -> str:
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:
-    """A Markdown table: first column left, the others right."""
-    lines = [header, ["---"] + ["---:"] * (len(header) - 1), *rows]
+    """A Markdown table: the first column and texts left, numbers right."""
+    columns = list(zip(*rows, strict=True))
+    lines = [header, ["---", *map(align, columns[1:])], *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def align(cells: Sequence[str]) -> str:
+    filled = [cell for cell in cells if cell]
+    return "---:" if 2 * sum(map(bool, map(NUMBER.fullmatch, filled))) > len(filled) else "---"
 
 
 def bar(name: str, measured: float, limit: float, at_most: bool, tried: str = "") -> str:

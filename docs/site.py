@@ -26,6 +26,8 @@ INCLUDED = re.compile(r"^\[([^\]\n]+)\]\(\.\./README\.md[^)\n]*\)$", re.MULTILIN
 # Markdown would show the backslash.
 ROW = re.compile(r"^\|.*$", re.MULTILINE)
 CODE = re.compile(r"`[^`\n]+`")
+CELL = re.compile(r"<td.*?</td>", re.DOTALL)
+LONG = re.compile(r"(?<=[>\s])[^<>\s\"]{24,}(?=[<\s])")
 FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 FENCE = "`" * 8
 LANGUAGES = {
@@ -231,6 +233,15 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 def unescape_pipes(row: re.Match[str]) -> str:
     """Return the row of a table without backslashes before the pipes of its code."""
     return CODE.sub(lambda code: code.group().replace("\\|", "|"), row.group())
+
+
+def on_page_content(content: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """A long word in a cell of a table may break after a mark, so that its column is not the widest."""
+    return CELL.sub(lambda cell: LONG.sub(break_after_marks, cell.group()), content)
+
+
+def break_after_marks(word: re.Match[str]) -> str:
+    return re.sub(r"(?<=[/_:=,])(?=\w)", "<wbr>", word.group())
 
 
 def find_part(name: str) -> str:

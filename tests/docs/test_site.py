@@ -295,6 +295,12 @@ def test_a_screen_and_a_phone_show_every_page_without_scrolling_sideways(
     assert min(facts["letters"] for facts in rendered_pages.values()) >= 14
 
 
+def test_no_column_of_a_table_takes_the_room_of_another(rendered_pages: Pages) -> None:
+    """As the names of tests did, which could not break, beside texts of one word a line."""
+    looks = {page: facts["looks"][WIDTHS.index(1280)] for page, facts in rendered_pages.items()}
+    assert not {page: look["squeezed"] for page, look in looks.items() if look["squeezed"]}
+
+
 def test_every_text_can_be_read_in_light_and_dark(rendered_pages: Pages) -> None:
     """The contrast that WCAG 2.2 asks for at level AA."""
     faint = {text for facts in rendered_pages.values() for text in facts["faint"]}
