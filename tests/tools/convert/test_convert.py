@@ -144,12 +144,23 @@ def take_edits(
     return compose(conversion.files, steps), RungProof()
 
 
+ASKS_FOR_ITS_RANK = f"import os\nnum_ranks = os.environ.get('WORLD_SIZE')\n{BY_HAND}"
+REFUSED = {
+    "raise ValueError('its own')": "train.py, on one process, fails: ValueError: its own. HINT: ",
+    "import torch": "train.py, on one process, makes no optimizer step. HINT: python train.py",
+    ASKS_FOR_ITS_RANK: "asks for its rank by itself. HINT: stepladder check train.py",
+    "import time\ntime.sleep(3600)": "--timeout allows. HINT: --timeout 4",
+}
+
+
 @pytest.mark.slow
-def test_a_script_that_fails_is_told_as_bad_input(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text("import torch\nraise ValueError('its own')\n")
-    done = run("convert", "train.py", cwd=tmp_path)
+@pytest.mark.parametrize("text", REFUSED)
+def test_a_script_that_shows_nothing_to_convert_is_bad_input(tmp_path: Path, text: str) -> None:
+    (tmp_path / "train.py").write_text(text)
+    limit = ("--timeout", "2") if "sleep" in text else ()
+    done = run("convert", *limit, "train.py", cwd=tmp_path)
     assert done.returncode == 2
-    assert "on one process fails: ValueError: its own" in done.stderr
+    assert REFUSED[text] in done.stderr
 
 
 def test_nothing_is_written_over_a_file(tmp_path: Path) -> None:

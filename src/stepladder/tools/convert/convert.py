@@ -34,7 +34,7 @@ from stepladder.tools.convert.rungs import (
 )
 from stepladder.tools.convert.shown_expressions import find_shown_expression
 from stepladder.tools.convert.source import CannotConvert, Edit, EditedText, SourceText, diff
-from stepladder.tools.convert.starts import ScriptStarter, Start, Started
+from stepladder.tools.convert.starts import ScriptStarter, Started
 
 WAYS_TO_MEND = ("sum_over_processes", "mean_over_processes")
 
@@ -163,11 +163,7 @@ class Converter:
             InputError: It does not run, or trains nothing.
         """
         recorded = self.starter.run_few_batches()
-        reason = why_failed(recorded)
-        if reason or not recorded.run.has_trained:
-            shown = self.style.script.name
-            problem = f"on one process {reason}" if reason else "made no optimizer step"
-            raise InputError(f"{shown} {problem}", f"python {shown}, with its arguments")
+        self.require_training(recorded)
         source = read_source(self.style.script, self.style.root)
         files = {item.name: SourceText(item.name, item.path) for item in source.files}
         main = str(self.style.script.relative_to(self.style.root))
@@ -175,7 +171,9 @@ class Converter:
         self.shortening = shorten_epochs(conversion, self.request.epochs or 2)
         shortened = compose(files, [self.shortening])
         texts = {name: file.text for name, file in shortened.items()}
-        started = self.run_original(starts_of_original(texts))
+        started = self.starter.run(starts_of_original(texts))
+        for item in started.values():
+            self.require_training(item)
         self.original = read_original(started)
         facts = ScriptFacts(started["reference"].recording)
         conversion = Conversion(main, files, facts, self.request.imports_stepladder)
@@ -183,13 +181,18 @@ class Converter:
             self.files_once = write_once(conversion, "save_without_barrier")
         return conversion
 
-    def run_original(self, starts: dict[str, Start]) -> dict[str, Started]:
-        started = self.starter.run(starts)
-        shown = self.style.script.name
-        for item in started.values():
-            if reason := why_failed(item):
-                raise InputError(f"{shown} on one process {reason}", f"python {shown}")
-        return started
+    def require_training(self, started: Started) -> None:
+        """Raise an InputError if the script fails or trains nothing, or asks for its rank."""
+        script, outcome = self.style.script.name, started.outcome
+        problem, hint = why_failed(started), f"python {script}"
+        if outcome.knows_other_ranks:
+            problem, hint = "asks for its rank by itself", f"stepladder check {script}"
+        elif outcome.late:
+            hint = f"--timeout {2 * self.request.timeout:g}"
+        elif not problem and not outcome.has_stepped:
+            problem = "makes no optimizer step"
+        if problem:
+            raise InputError(f"{script}, on one process, {problem}", hint)
 
     def choose_way(
         self, conversion: Conversion, rung: Rung, steps: list[Edits]
