@@ -77,6 +77,7 @@ def test_samples_that_are_cut_by_hand_are_left_to_a_person(
     [
         ("trainer_class", ".module"),
         ("unseeded", "if dist.get_rank() == 0:\n            with open(str(self.path)"),
+        ("logged", "batch {step}: {mean_over_processes(loss.item()):.4f}"),
         ("summed_loss", '"%d of %d samples, loss %.4f" % (sum_over_processes(step * len(x)), '),
     ],
 )

@@ -111,7 +111,7 @@ def why_failed(started: Started) -> str:
         rank = next(iter(outcome.failed_ranks), 0)
         lines = outcome.output(rank).strip().splitlines()
         return f"fails: {lines[-1] if lines else outcome.codes}"
-    return ""
+    return "" if outcome.has_stepped else "makes no optimizer step"
 
 
 def _compare_run(proof: RungProof, runs: FrozenRuns, relations: frozenset[str], where: str) -> None:

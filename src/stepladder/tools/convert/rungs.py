@@ -66,28 +66,29 @@ class Conversion:
         return statement
 
     @cached_property
-    def wrappings(self) -> dict[int, tuple[Location, str]]:
-        """Where each trained model is wrapped, which is where its optimizer is made: its name."""
-        wrappings: dict[int, tuple[Location, str]] = {}
+    def wrappings(self) -> dict[int, tuple[Location, list[str]]]:
+        """Where each trained model is wrapped, which is where its optimizer is made: its names.
+
+        A function can give a new value to its own name for a model, and to those of `self`.
+        """
+        wrappings: dict[int, tuple[Location, list[str]]] = {}
         for location, models in self.facts.optimizer_places:
             for name, model in models if self.is_known(location) else ():
-                wrappings.setdefault(model, (location, name))
+                names = wrappings.setdefault(model, (location, [name]))[1]
+                names += [name] * (name.startswith("self.") and name not in names)
         return wrappings
 
     @cached_property
     def wrapped_names(self) -> list[tuple[Scope, str, range]]:
         """The names of wrapped models where they are wrapped: their scopes and their lines."""
         names = []
-        for location, name in self.wrappings.values():
+        for location, wrapped in self.wrappings.values():
             file, statement = self.file(location), self.statement(location)
-            scope = file.scope_of(statement)
-            assigned = [
-                node.lineno
-                for node in file.nodes(ast.Assign, scope)
-                if node.lineno > statement.lineno and name in map(file.text_of, node.targets)
-            ]
-            lines = range(statement.lineno, min(assigned, default=len(file.lines)) + 1)
-            names.append((scope, name, lines))
+            scope, begin = file.scope_of(statement), statement.lineno
+            later = [item for item in file.nodes(ast.Assign, scope) if item.lineno > begin]
+            for name in wrapped:
+                ends = [item.lineno for item in later if name in map(file.text_of, item.targets)]
+                names.append((scope, name, range(begin, min(ends, default=len(file.lines)) + 1)))
         return names
 
     def training_stack(self) -> tuple[Use, ...]:
@@ -171,7 +172,10 @@ def _wrap_loaders(
         shown = f"{loader.built.file}:{loader.built.line}"
         calls = conversion.calls(loader.built, "DataLoader")
         if len(calls) != 1:
-            raise CannotConvert(f"{shown} makes {len(calls)} loaders: one on a line can be shared")
+            raise CannotConvert(
+                f"{shown} has {len(calls)} calls of DataLoader: one on a line can be shared,"
+                " in a file of the folder that you start in"
+            )
         if loader.passes[0].start.iterable:
             raise CannotConvert(
                 f"{shown} reads a stream: let each process skip the samples of the others"
@@ -268,8 +272,9 @@ def wrap_models(conversion: Conversion, arguments: str = "") -> Edits:
         raise CannotConvert(
             f"{len(missing)} trained models have no name where their optimizer is made"
         )
-    for model, (location, name) in conversion.wrappings.items():
-        text = f"{name} = DistributedDataParallel({name}{arguments})"
+    for model, (location, names) in conversion.wrappings.items():
+        name = names[0]
+        text = f"{' = '.join(names)} = DistributedDataParallel({name}{arguments})"
         if model in facts.models_with_batch_norm:
             text = f"{name} = torch.nn.SyncBatchNorm.convert_sync_batchnorm({name})\n{text}"
         if model == next(reversed(conversion.wrappings)):
@@ -366,54 +371,50 @@ def _names_of_loader(file: SourceText, loop: ast.For, name: str) -> set[str]:
 
 def _accumulators(file: SourceText, loop: ast.For) -> list[str]:
     """Return the variables that a loop adds to, and that begin anew before it."""
-    names = []
-    for node in file.nodes(ast.AugAssign, loop):
-        if isinstance(node.target, ast.Name) and isinstance(node.op, ast.Add):
-            names.append(node.target.id)
-    for call in file.nodes(ast.Call, loop):
-        match call.func:
-            case ast.Attribute(value=ast.Name(id=name), attr="append" | "extend"):
-                names.append(name)
-    assigned_in_loop = {
-        target.id
-        for node in file.nodes(ast.Assign, loop)
-        for target in node.targets
-        if isinstance(target, ast.Name)
-    }
-    before = assigned_before(file, loop)
-    return [name for name in dict.fromkeys(names) if name in before - assigned_in_loop]
+    targets = [target for node in file.nodes(ast.Assign, loop) for target in node.targets]
+    begin_anew = assigned_before(file, loop).difference(map(file.text_of, targets))
+    return [name for name in dict.fromkeys(added_to(file, loop)) if name in begin_anew]
+
+
+def added_to(file: SourceText, loop: ast.For) -> Iterator[str]:
+    """Yield the variables that a loop adds to."""
+    for node in ast.walk(loop):
+        match node:
+            case ast.AugAssign(target=ast.Name(id=name), op=ast.Add()):
+                yield name
+            case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr="append" | "extend")):
+                yield name
 
 
 def assigned_before(file: SourceText, loop: ast.For) -> set[str]:
-    """Return the variables that are assigned before a loop, in its block or in one around it.
-
-    Blocks beyond the next loop do not count: their variables go on from epoch to epoch.
-    """
-    names: set[str] = set()
-    statement: ast.stmt = loop
-    while True:
-        for item in file.block_of(statement):
-            if item is statement:
-                break
-            if isinstance(item, ast.Assign):
-                for target in item.targets:
-                    names |= {node.id for node in ast.walk(target) if isinstance(node, ast.Name)}
-        parent = file.parents[statement]
-        if not isinstance(parent, ast.With | ast.If | ast.Try):
-            return names
-        statement = parent
+    """Return the variables that are assigned before a loop, in its block or in one around it."""
+    return {
+        name.id
+        for block, index in _blocks_around(file, loop)
+        for item in block[:index]
+        if isinstance(item, ast.Assign)
+        for name in file.nodes(ast.Name, item)
+        if isinstance(name.ctx, ast.Store)
+    }
 
 
 def _statements_after(file: SourceText, loop: ast.For) -> list[ast.stmt]:
     """Return the statements after a loop, in its block and in those around it."""
-    following: list[ast.stmt] = []
+    return [item for block, index in _blocks_around(file, loop) for item in block[index + 1 :]]
+
+
+def _blocks_around(file: SourceText, loop: ast.For) -> Iterator[tuple[list[ast.stmt], int]]:
+    """Yield the blocks that a loop is in, the innermost first, and its place in each.
+
+    Blocks beyond the next loop do not count: their variables go on from epoch to epoch.
+    """
     statement: ast.stmt = loop
     while True:
         block = file.block_of(statement)
-        following += block[block.index(statement) + 1 :]
+        yield block, block.index(statement)
         parent = file.parents[statement]
         if not isinstance(parent, ast.With | ast.If | ast.Try):
-            return following
+            return
         statement = parent
 
 

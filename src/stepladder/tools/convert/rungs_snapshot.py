@@ -11,6 +11,7 @@ from stepladder.tools.convert.rungs import (
     Conversion,
     Edits,
     add,
+    added_to,
     assigned_before,
     find_epoch_loops,
     name_of_epoch,
@@ -65,16 +66,8 @@ def is_in(conversion: Conversion, use: Use, file: SourceText, scope: ast.AST) ->
 
 def _changing_values(file: SourceText, loop: ast.For) -> list[str]:
     """Return the variables that are assigned before a loop, and again or added to in it."""
-    changed: dict[str, None] = {}
-    for node in ast.walk(loop):
-        match node:
-            case ast.AugAssign(target=ast.Name(id=name)):
-                changed[name] = None
-            case ast.Assign(targets=targets):
-                names = [n for target in targets for n in ast.walk(target)]
-                changed |= {n.id: None for n in names if isinstance(n, ast.Name)}
-            case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr="append" | "extend")):
-                changed[name] = None
+    names = [node.id for node in file.nodes(ast.Name, loop) if isinstance(node.ctx, ast.Store)]
+    changed = dict.fromkeys([*names, *added_to(file, loop)])
     before = assigned_before(file, loop)
     return [name for name in changed if name in before]
 

@@ -1,0 +1,35 @@
+"""Logs, rarely, the loss of a batch; the trained model has two names where its optimizer is made."""
+
+import logging
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+
+class Trainer:
+    def __init__(self, model, loader):
+        self.model = model
+        self.loader = loader
+        self.logger = logging.getLogger("trainer")
+        self.optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+
+    def fit(self, epochs):
+        model = self.model
+        for epoch in range(epochs):
+            for step, (x, y) in enumerate(self.loader):
+                self.optimizer.zero_grad()
+                loss = nn.functional.cross_entropy(model(x), y)
+                loss.backward()
+                self.optimizer.step()
+                if step % 5 == 0:
+                    self.logger.info(f"epoch {epoch}, batch {step}: {loss.item():.4f}")
+        torch.save(model, "model.pt")
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO)
+    torch.manual_seed(0)
+    x = torch.randn(320, 8)
+    data = TensorDataset(x, (x[:, 0] > 0).long())
+    Trainer(nn.Linear(8, 2), DataLoader(data, batch_size=32, shuffle=True)).fit(2)
