@@ -1358,6 +1358,72 @@ def langevin_dynamics() -> Job:
     return job(optimizer=lambda params: Langevin(params, lr=0.05))
 
 
+@kind(full="may have another result", optimizer="may have another result")
+def moments_of_another_type_than_their_weights() -> Job:
+    class Master(torch.optim.Optimizer):
+        def __init__(self, params: Any) -> None:
+            super().__init__(params, {"lr": 0.05})
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            for group in self.param_groups:
+                for param in group["params"]:
+                    state = self.state[param]
+                    master = state.setdefault("master", param.detach().double())
+                    master.sub_(param.grad, alpha=group["lr"])
+                    param.copy_(master)
+
+    return job(optimizer=Master)
+
+
+@kind(full="would see slices", optimizer="would see slices")
+def buffer_moved_by_a_hook_of_the_step() -> Job:
+    model = Net()
+    model.register_buffer("share", torch.ones(()))
+    made = job(model, loss=lambda model, batch: _scaled(cross_entropy(model, batch), model.share))
+    made.optimizer.register_step_post_hook(lambda *_: model.share.mul_(0.9))
+    return made
+
+
+def _scaled(result: tuple[Tensor, int], share: Any) -> tuple[Tensor, int]:
+    return result[0] * share, result[1]
+
+
+@kind(full="would see slices", optimizer="would see slices")
+def random_numbers_of_a_hook_of_the_step() -> Job:
+    made = job()
+
+    @torch.no_grad()
+    def shake(optimizer: Any, *_: Any) -> None:
+        for param in optimizer.param_groups[0]["params"]:
+            param.add_(torch.randn_like(param), alpha=0.01)
+
+    made.optimizer.register_step_post_hook(shake)
+    return made
+
+
+@kind(
+    refused="attribute average of the weight", full="would see slices", optimizer="would see slices"
+)
+def average_kept_on_the_weights() -> Job:
+    made = job()
+
+    @torch.no_grad()
+    def smooth(optimizer: Any, *_: Any) -> None:
+        for param in optimizer.param_groups[0]["params"]:
+            param.average = 0.9 * getattr(param, "average", 0.0) + param.grad
+            param.grad.add_(param.average)
+
+    made.optimizer.register_step_pre_hook(smooth)
+    return made
+
+
+@kind()
+def build_that_asks_whether_there_is_a_group() -> Job:
+    torch.manual_seed(2 if torch.distributed.is_initialized() else 1)
+    return job()
+
+
 @kind(refused="other gradients", full="hook for its gradient")
 def gradient_noise_of_a_hook_s_own_generator() -> Job:
     made = job()
@@ -1367,7 +1433,7 @@ def gradient_noise_of_a_hook_s_own_generator() -> Job:
     return made
 
 
-@kind(refused="calls backward", full="at two moments of a backward pass")
+@kind(refused="changes gradients by itself", full="at two moments of a backward pass")
 def backward_within_the_loss() -> Job:
     def loss(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
         model(batch[0]).square().sum().mul(1e-3).backward()

@@ -397,6 +397,25 @@ def test_a_buffer_that_forward_changes_is_refused_by_name(
     )
 
 
+@pytest.mark.parametrize("persistent", [True, False])
+def test_a_hook_of_the_step_may_move_a_buffer_that_snapshots_have(
+    tmp_path: Path, persistent: bool
+) -> None:
+    model = nn.Linear(12, 5)
+    model.register_buffer("share", torch.ones(()), persistent)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.register_step_post_hook(lambda *_: model.share.mul_(0.5))
+    data = (torch.randn(48, 12), torch.zeros(48, dtype=torch.long))
+    settings = Settings(tmp_path, global_batch=8, microbatch=4, sync="exact", progress=False)
+    trainer = Trainer(Job(model, optimizer, noisy_loss, data), settings, comm=alone())
+    if persistent:
+        assert trainer.fit().as_json()["steps"] == 6
+        assert model.share == 0.5**6
+    else:
+        with pytest.raises(InputError, match="a step changes the buffer share, which no snapshot"):
+            trainer.fit()
+
+
 def test_a_buffer_may_be_written_with_the_value_that_it_has(tmp_path: Path) -> None:
     assert train_counting(tmp_path / "run", 0, "same")["steps"] == 6
 

@@ -19,6 +19,7 @@ from stepladder import InputError, Job, Optimizers, Settings, Trainer, World
 from stepladder.storage.snapshot import read_newest_snapshot
 from stepladder.train.checkpoint_blocks import checkpoint_blocks, validate_checkpointable
 from stepladder.train.comm import Comm
+from stepladder.train.optimizers import load_state
 
 DECAY = 0.7
 
@@ -254,3 +255,22 @@ def test_what_cannot_be_computed_again_is_refused(tmp_path: Path) -> None:
         validate_checkpointable(replace(job, model=norms))
     with pytest.raises(InputError, match="--compile with --checkpoint-blocks"):
         Settings(tmp_path, compile=True, checkpoint_blocks=True)
+
+
+def test_state_is_loaded_with_the_types_that_it_was_stored_with() -> None:
+    """torch would give it the type of its weight."""
+    weight = nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
+    kept = {
+        "master": torch.tensor([1.001, 2.0, 3.0]),
+        "mask": torch.tensor([True, False, True]),
+        "nested": {"moments": [torch.tensor(0.1, dtype=torch.float64)]},
+        "step": torch.tensor(7.0),
+    }
+    optimizers = [torch.optim.SGD([weight], lr=0.1) for _ in range(2)]
+    optimizers[0].state[weight] = kept
+    load_state(optimizers[1], optimizers[0].state_dict())
+    loaded = optimizers[1].state[weight]
+    assert torch.equal(loaded["master"], kept["master"])
+    assert torch.equal(loaded["mask"], kept["mask"])
+    assert loaded["nested"]["moments"][0].dtype == torch.float64
+    assert loaded["master"] is not kept["master"]

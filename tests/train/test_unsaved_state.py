@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import array
 import itertools
+import queue
 import random
 import re
 import time
@@ -10,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,6 +27,7 @@ from stepladder.train.comm import Comm
 from stepladder.train.evaluation import _compute_batch
 from stepladder.train.layout.base import HiddenState
 from stepladder.train.pretended_ranks import refuse_collectives
+from stepladder.train.sync.base import StepResult
 from stepladder.train.unsaved_state import MAX_ENDS, UnsavedState
 
 
@@ -97,6 +101,14 @@ KEEPERS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
     "generator of Python": (random.Random(0), lambda kept: kept.random()),
     "generator of torch": (torch.Generator(), lambda kept: torch.rand(1, generator=kept)),
     "teacher": (nn.Linear(4, 2), lambda kept: kept.weight.detach().mul_(2)),
+    "cycle": (itertools.cycle(range(5)), next),
+    "iterator of a list": (iter([1, 2, 3]), next),
+    "map": (map(abs, range(9)), next),
+    "queue": (queue.Queue(), lambda kept: kept.put(1)),
+    "typed array": (array.array("d", [0.0]), lambda kept: kept.__setitem__(0, 1.0)),
+    "namespace": (SimpleNamespace(count=0), lambda kept: vars(kept).update(count=1)),
+    "attribute of a layer": (nn.Identity(), lambda kept: setattr(kept, "count", 1)),
+    "functions in a dict": ({"note": History().note}, lambda kept: kept["note"]()),
     "object": (History(), lambda kept: kept.note()),
     "method": (History().note_inside, lambda kept: kept()),
 }
@@ -109,6 +121,43 @@ def test_a_hook_of_the_step_that_changes_a_variable_is_refused(name: str) -> Non
     register(job, lambda *args: (change(kept), clip(*args))[1])
     with pytest.raises(InputError, match=r"^a step changes the variable kept of .*<lambda>, which"):
         step(job)
+
+
+def keep_on_weight(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    weight = optimizer.param_groups[0]["params"][0]
+    weight.average = getattr(weight, "average", 0.0) + 1.0
+
+
+def keep_a_view(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    weight = optimizer.param_groups[0]["params"][0]
+    optimizer.state[weight]["fast"] = weight.detach()
+
+
+def test_what_a_step_keeps_on_a_weight_a_layer_or_in_its_memory_is_refused() -> None:
+    job = make_job()
+
+    def keep_on_layer(*_: Any) -> None:
+        job.model.average = job.model.weight.detach().clone()
+
+    expected = {
+        keep_on_weight: "attribute average of the weight weight, which no snapshot",
+        keep_on_layer: "attribute average of the layer that is the model, which no snapshot",
+        keep_a_view: "state 'fast' of weight lies in the memory of the weight weight",
+    }
+    for hook, message in expected.items():
+        handle = job.optimizer.register_step_post_hook(hook)
+        with pytest.raises(InputError, match=message):
+            step(job)
+        handle.remove()
+
+
+def test_what_forward_keeps_on_a_layer_is_left_alone() -> None:
+    job = make_job()
+    register(job, lambda optimizer, *_: clip(optimizer))
+    unsaved = UnsavedState(job, covers_hooks=True)
+    job.model.last_input = job.train_data
+    unsaved.after_reduce(0, StepResult(1.0, []))
+    unsaved.after_gather()
 
 
 @pytest.mark.parametrize(

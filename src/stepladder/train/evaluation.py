@@ -194,7 +194,7 @@ def _validate_repeated(first: dict[str, Any], second: dict[str, Any]) -> None:
 
 def _agree_on_names(results: list[dict[str, Any]], comm: Comm) -> list[str]:
     """Return the names of the metrics of rank 0, which always has a batch. A collective."""
-    own_names = json.dumps(list(results[0])).encode() if results else None
+    own_names = json.dumps(list(results[0])).encode() if comm.world.rank == 0 else None
     names: list[str] = json.loads(comm.broadcast_bytes(own_names))
     if results:
         validate_metrics(results[0], names)

@@ -47,6 +47,23 @@ class ForwardBuffers:
             self.validate_unchanged()
             self.versions = self._read_versions()
 
+    def accept_update(self) -> None:
+        """Take what the optimizer's step, or a hook of it, has written: all ranks write the same.
+
+        Raises:
+            InputError: It is a buffer that no snapshot has.
+        """
+        versions = self._read_versions()
+        for index, (path, module, name) in enumerate(self.paths):
+            if versions[index] != self.versions[index]:
+                if name in module._non_persistent_buffers_set:
+                    raise InputError(
+                        f"a step changes the buffer {path}, which no snapshot would have",
+                        "register_buffer without persistent=False",
+                    )
+                self.values[index] = getattr(module, name).clone()
+        self.versions = versions
+
     def validate_unchanged(self) -> None:
         """Compare the values of all buffers with those at the beginning.
 

@@ -117,6 +117,32 @@ def list_optimizers(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optim
     return optimizer.optimizers if isinstance(optimizer, Optimizers) else (optimizer,)
 
 
+def load_state(optimizer: torch.optim.Optimizer, stored: dict[str, Any]) -> None:
+    """Load what the optimizer's `state_dict` has returned.
+
+    torch gives floating-point state the type of its weight: moments of 32 bits for weights of 16
+    would be rounded. Here each tensor keeps the type that it was stored with.
+    """
+    optimizer.load_state_dict(stored)
+    kinds: list[Any] = list(map(type, list_optimizers(optimizer)))
+    if all(kind.load_state_dict is torch.optim.Optimizer.load_state_dict for kind in kinds):
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        for number, state in stored["state"].items():
+            loaded = optimizer.state[params[number]]
+            loaded.update(_restore_types(loaded, state))
+
+
+def _restore_types(loaded: Any, stored: Any) -> Any:
+    """Return what was loaded, where tensors have the types that they were stored with."""
+    if isinstance(stored, torch.Tensor):
+        return loaded if loaded.dtype == stored.dtype else stored.to(loaded.device, copy=True)
+    if isinstance(stored, dict):
+        return {key: _restore_types(value, stored[key]) for key, value in loaded.items()}
+    if isinstance(stored, (list, tuple)):
+        return type(stored)(map(_restore_types, loaded, stored))
+    return loaded
+
+
 def name_params(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
     """Return the names of an optimizer's parameters in its order, by which its state is saved."""
     names = {id(param): name for name, param in model.named_parameters()}

@@ -36,8 +36,13 @@ def pretend_one_rank() -> Iterator[None]:
     The number of this rank stays, by which a job prints on rank 0 alone.
     """
     variables = dict.fromkeys(SIZES & os.environ.keys(), "1")
-    with _answer(variables, lambda group=None: 1, dist.get_rank):
-        yield
+    is_initialized = dist.is_initialized
+    dist.is_initialized = lambda: False
+    try:
+        with _answer(variables, lambda group=None: 1, dist.get_rank):
+            yield
+    finally:
+        dist.is_initialized = is_initialized
 
 
 @contextmanager

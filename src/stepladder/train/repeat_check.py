@@ -213,8 +213,8 @@ class RepeatCheck:
             loss = self.compute(self.span, batch).detach()
         if self._read_gradients() != before:
             raise InputError(
-                "--sync exact: the loss calls backward by itself",
-                "return the sum of all losses, whose gradients are taken once",
+                "--sync exact: the loss changes gradients by itself, by backward or zero_grad",
+                "return the sum of all losses; gradients are taken, and cleared, once a step",
             )
         return loss
 

@@ -25,6 +25,7 @@ from stepladder.rank import progress
 from stepladder.rank.error_record import record_step
 from stepladder.rank.preemption import StopSignals, kill_once
 from stepladder.rank.progress import PASS, STEP
+from stepladder.rank.torch_fixes import BareStep
 from stepladder.storage.run_dir_access import translate_storage_errors
 from stepladder.train.batch_norm import RunningStatistics, find_batch_norms
 from stepladder.train.batch_reader import BatchReader
@@ -172,9 +173,11 @@ class TrainingLoop:
         self.share = RankShare(self.spec, self.comm.world, self.layout)
         self.base_key = derive_seed(self.plan.seed, "pass")
         self.update_key = derive_seed(self.plan.seed, "update")
-        # Those of torch draw no random numbers.
-        parts = (*list_optimizers(self.job.optimizer), *self.job.schedules)
-        self.draws_in_update = not all(map(is_from_torch, parts))
+        # Those of torch draw no random numbers; a hook may.
+        optimizers = list_optimizers(self.job.optimizer)
+        are_from_torch = all(map(is_from_torch, (*optimizers, *self.job.schedules)))
+        are_observed = any(BareStep(each).is_observed for each in optimizers)
+        self.draws_in_update = are_observed or not are_from_torch
         self.generators = PassGenerators(self.comm.device)
         self.autocast = make_autocast(self.settings.precision, self.comm.device)
         self.scales_loss = self.state.scaler.is_enabled()
@@ -279,7 +282,11 @@ class TrainingLoop:
             with self.phase(UPDATING):
                 if self.draws_in_update:
                     self.generators.begin_update(derive_pass_seed(self.update_key, step, 0))
+                if self.buffers is not None:
+                    self.buffers.validate_unwritten()
                 learning_rate, norm = self.weight_update.apply()
+                if self.buffers is not None:
+                    self.buffers.accept_update()
             self.recorder.record_step(
                 self._loss_over_ranks(result), result.total_count, learning_rate, norm
             )

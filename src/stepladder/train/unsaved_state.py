@@ -1,35 +1,40 @@
 """A check that a step changes nothing of an optimizer or a schedule that no snapshot would have.
 
 torch's own classes keep their state where `state_dict` finds it. A class of the user's may keep a
-counter or its moments in attributes. Its methods, the function of a LambdaLR, or a hook may change
-a variable, or an attribute of an object that they reach.
+counter or its moments in attributes: its own, or those of weights and layers. Its methods, the
+function of a LambdaLR, or a hook may change a variable, or an attribute of an object that they
+reach. What lies in memory twice, a snapshot makes two of.
 """
 
 from __future__ import annotations
 
-import inspect
 import pickle
 import random
 import sys
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import cache, partial
-from itertools import count, islice
-from types import CodeType, FunctionType, MethodType
+from itertools import islice
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from stepladder.core.errors import InputError
 from stepladder.train.fingerprints import count_writes
 from stepladder.train.job import Job
 from stepladder.train.optimizers import is_from_torch, list_optimizers
 from stepladder.train.step_listener import LoopListener
+from stepladder.train.sync.base import StepResult
 
 COMPARED_TYPES = (int, float, complex, str, bytes, type(None))
 CONTAINERS = (dict, list, tuple, set, deque)
+# Of whose other objects, such as iterators, queues and namespaces, pickle tells what they hold.
+DATA_MODULES = {"array", "builtins", "collections", "itertools", "queue", "types", "weakref"}
 PICKLED_TYPES = (np.ndarray, np.generic, np.random.Generator, np.random.RandomState, random.Random)
 # What is compared of a value in each step has bounds, so that a large one costs little.
 MAX_ARRAY_BYTES = 1 << 16
@@ -74,6 +79,9 @@ class UnsavedState(LoopListener):
         self.reached = _Reached((*methods, *functions), optimizers)
         self.calls_functions = True  # until the first step is done
         self.values = self._read_values(self.hooks)
+        modules = job.model.named_modules() if self.can_exist else ()
+        self.modules = {name or "that is the model": module for name, module in modules}
+        self.of_modules = self._read_modules()  # before the update
 
     @property
     def can_exist(self) -> bool:
@@ -84,6 +92,10 @@ class UnsavedState(LoopListener):
         values = self.reached.read()
         for hook in hooks:
             values |= hook.reached.read()
+        for weight, param in self.job.model.named_parameters():
+            for name, value in vars(param).items():
+                if not name.startswith("_") and value is not None:
+                    values[f"attribute {name} of the weight {weight}"] = value
         if self.calls_functions:  # one that reads the time has another result
             for function, epoch in self.functions:
                 name = f"result of {function.__qualname__} for the same argument"
@@ -92,22 +104,73 @@ class UnsavedState(LoopListener):
         saved = self.saved | set(map(id, (self.job.optimizer.state, groups, *groups)))
         return {name: _outline(value, saved) for name, value in values.items()}
 
+    def after_reduce(self, step: int, result: StepResult) -> None:
+        """Note the attributes of layers, which forward may change: those of the user alone."""
+        self.of_modules = self._read_modules()
+
+    def _read_modules(self) -> dict[str, Any]:
+        return {
+            f"attribute {name} of the layer {path or type(module).__name__}": (
+                value,
+                _count_writes_of(value),
+            )
+            for path, module in self.modules.items()
+            for name, value in _read_own_attributes(module).items()
+        }
+
     def after_gather(self) -> None:
         """Compare the values of each step, since a class may change them in some steps only.
 
         Raises:
-            InputError: A value has changed.
+            InputError: A value has changed, or lies in memory twice.
         """
         values = self._read_values(hook for hook in self.hooks if hook.has_effect)
-        for name, value in values.items():
-            if value != self.values.get(name):
-                raise InputError(
-                    f"a step changes the {name}, which no snapshot would have",
-                    "keep it in state[param] or param_groups of the optimizer, or in an attribute"
-                    " of the schedule; a rate is a function of the step alone",
-                )
+        changed = [name for name, value in values.items() if value != self.values.get(name)]
+        for name, (value, writes) in self._read_modules().items():
+            before, writes_before = self.of_modules.get(name, (None, 0))
+            if value is not before or writes != writes_before:
+                changed.append(name)
+        if changed:
+            raise InputError(
+                f"a step changes the {changed[0]}, which no snapshot would have",
+                "keep it in state[param] or param_groups of the optimizer, or in an attribute"
+                " of the schedule; a rate is a function of the step alone",
+            )
+        _validate_separate(self.job)
         if self.calls_functions:
             self.calls_functions = False
+
+
+def _validate_separate(job: Job) -> None:
+    """Raise InputError if a state tensor of the optimizer lies in the memory of another tensor."""
+    params: dict[torch.Tensor, str] = {p: name for name, p in job.model.named_parameters()}
+    # A sharded tensor may have no memory now.
+    users = {p.data_ptr(): f"the weight {name}" for p, name in params.items() if p.data_ptr()}
+    for param, state in job.optimizer.state.items():
+        for key, value in state.items():
+            # One count of steps may serve all weights: torch adds to it, whatever it is.
+            if isinstance(value, torch.Tensor) and value.data_ptr() and key != "step":
+                name = f"state {key!r} of {params.get(param)}"
+                other = users.setdefault(value.data_ptr(), name)
+                if other != name:
+                    raise InputError(
+                        f"{name} lies in the memory of {other}, and a snapshot makes two of it",
+                        "a copy by .clone(); or find it anew from the weight in each step",
+                    )
+
+
+def _read_own_attributes(module: nn.Module) -> dict[str, Any]:
+    """Return the attributes of a layer that are not torch's."""
+    return {name: vars(module)[name] for name in vars(module).keys() - _find_module_attributes()}
+
+
+@cache
+def _find_module_attributes() -> set[str]:
+    return set(vars(nn.Module()))
+
+
+def _count_writes_of(value: Any) -> int:
+    return count_writes(value) if isinstance(value, torch.Tensor) else 0
 
 
 @cache
@@ -229,24 +292,32 @@ def _find_readers(functions: Iterable[Any]) -> list[FunctionType]:
     """
     readers: list[FunctionType] = []
     found = list(functions)
-    owners = set[type]()
+    seen: dict[int, Any] = {}  # by their ids; kept, so that no other object gets one
     while found:
         function = found.pop()
-        if isinstance(function, partial):
-            found += [function.func, *function.args, *function.keywords.values()]
-        elif isinstance(function, MethodType):
-            found += [function.__func__, function.__self__]
-        elif isinstance(function, FunctionType):
-            function = inspect.unwrap(function)  # torch wraps `step`
-            if function not in readers and _is_of_user(function.__module__ or ""):
-                readers.append(function)
-                found += _read_variables(function).values()
-        else:
-            kind = type(function)
-            if kind not in owners and _is_of_user(kind.__module__):
-                found += [method for each in kind.__mro__ for method in vars(each).values()]
-            owners.add(kind)
+        if not isinstance(function, FunctionType):
+            found += () if id(function) in seen else _list_callables(function)
+            seen[id(function)] = function
+            continue
+        found.append(getattr(function, "__wrapped__", None))  # torch wraps `step`
+        # Not its __module__, which a wrapper has from what it wraps.
+        if function not in readers and _is_of_user(function.__globals__.get("__name__", "")):
+            readers.append(function)
+            found += _read_variables(function).values()
     return readers
+
+
+def _list_callables(value: Any) -> Iterable[Any]:
+    """Return what may be called by way of a value that is no plain function."""
+    if isinstance(value, partial):
+        return (value.func, *value.args, *value.keywords.values())
+    if isinstance(value, MethodType):
+        return (value.__func__, value.__self__)
+    if isinstance(value, CONTAINERS):
+        return _list_parts(value, set())
+    if _is_of_user(type(value).__module__):
+        return [method for each in type(value).__mro__ for method in vars(each).values()]
+    return ()
 
 
 def _read_variables(function: FunctionType) -> dict[str, Any]:
@@ -254,8 +325,12 @@ def _read_variables(function: FunctionType) -> dict[str, Any]:
 
     Its attributes and the defaults of its parameters, which a call may change, are among them.
     """
-    names = set(_list_names(function.__code__)) & function.__globals__.keys()
-    values = {name: function.__globals__[name] for name in names}
+    names = set(_list_names(function.__code__))
+    values = {name: function.__globals__[name] for name in names & function.__globals__.keys()}
+    for module in list(values.values()):
+        if isinstance(module, ModuleType) and _is_of_user(module.__name__):
+            found = names & vars(module).keys()
+            values |= {f"{module.__name__}.{name}": vars(module)[name] for name in found}
     values |= {**vars(function), **(function.__kwdefaults__ or {})}
     values["__defaults__"] = function.__defaults__
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
@@ -323,8 +398,6 @@ def _read_plain(value: Any) -> Any:
         return bytes(value.get_state().numpy())
     if isinstance(value, PICKLED_TYPES) and getattr(value, "nbytes", 0) <= MAX_ARRAY_BYTES:
         return hash(pickle.dumps(value))
-    if isinstance(value, count):
-        return repr(value)
     return None
 
 
@@ -339,11 +412,22 @@ def _list_parts(value: Any, saved: set[int]) -> Iterable[Any]:
     if hasattr(value, "state_dict") and not isinstance(value, type):
         if id(getattr(value, "state", None)) in saved:  # of an optimizer around the job's own
             return ()
-        return (value.state_dict(),)
+        own = _read_own_attributes(value) if isinstance(value, nn.Module) else {}
+        return (value.state_dict(), own)
     # A class has its own module as an attribute, and its objects have it too.
     is_of_user = _is_of_user(getattr(value, "__module__", "builtins") or "")
     if is_of_user or isinstance(value, partial):
         return (_read_attributes(value),)
+    return _read_reduced(value)
+
+
+def _read_reduced(value: Any) -> tuple[Any, ...]:
+    """Return what pickle would save of an iterator, a queue or a namespace; of others nothing."""
+    is_plain = isinstance(value, (type, *COMPARED_TYPES))
+    if type(value).__module__ in DATA_MODULES and not is_plain:
+        with suppress(Exception), warnings.catch_warnings():  # a lock, an open file, a function
+            warnings.simplefilter("ignore")
+            return tuple(value.__reduce_ex__(2)[1:3])
     return ()
 
 

@@ -21,6 +21,7 @@ from stepladder.storage.snapshot_slices import SliceReader, TensorSlice
 from stepladder.train.comm import Comm
 from stepladder.train.job import Job
 from stepladder.train.layout.pieces import clone_with_strides
+from stepladder.train.optimizers import load_state
 from stepladder.train.sync import make_sync
 from stepladder.train.sync.base import Sync
 
@@ -154,7 +155,7 @@ class StateLayout:
 
     def load_state_dict(self, stored: dict[str, Any]) -> None:
         """Load the optimizer's state, whole or without slices, from any layout."""
-        self.optimizer.load_state_dict(stored)
+        load_state(self.optimizer, stored)
         for param, state in self.optimizer.state.items():
             for key, value in state.items():
                 is_elementwise = isinstance(value, Tensor) and value.shape == param.shape

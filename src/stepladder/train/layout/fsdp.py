@@ -36,7 +36,7 @@ from stepladder.train.comm import Comm
 from stepladder.train.job import Job
 from stepladder.train.layout.base import StateLayout
 from stepladder.train.model_blocks import OUTSIDE_BLOCKS, find_blocks, validate_fully_shardable
-from stepladder.train.optimizers import ELEMENTWISE_OPTIMIZERS, validate_optimizer
+from stepladder.train.optimizers import ELEMENTWISE_OPTIMIZERS, load_state, validate_optimizer
 from stepladder.train.phases import EXCHANGING
 from stepladder.train.sync.base import Sync
 from stepladder.train.sync.fully_sharded import FullyShardedSync
@@ -156,7 +156,7 @@ class FullyShardedLayout(StateLayout):
 
     def load_state_dict(self, stored: dict[str, Any]) -> None:
         """Load the optimizer's state, and keep this rank's rows of what is whole."""
-        self.optimizer.load_state_dict(stored)
+        load_state(self.optimizer, stored)
         self.adopt_state()
 
     def adopt_state(self) -> None:

@@ -23,7 +23,7 @@ from stepladder.train.job import Job
 from stepladder.train.layout.base import Holders, StateLayout
 from stepladder.train.layout.pieces import ShardPiece, slices_of_rank
 from stepladder.train.layout.zero1 import OptimizerSlices, Zero1
-from stepladder.train.optimizers import read_rates
+from stepladder.train.optimizers import load_state, read_rates
 
 REPLICA_COUNT = 2
 NO_GROUP = (-1, -1, -1)
@@ -150,7 +150,7 @@ class Replicated(Zero1):
                 step_slices()
             self._set_rates_and_gradients(rates, [None] * len(newest.params))
         self.model.load_state_dict(weights, strict=False)
-        self.optimizer.load_state_dict(optimizer_state)
+        load_state(self.optimizer, optimizer_state)
 
     def _set_rates_and_gradients(self, rates: list[Any], gradients: list[Tensor | None]) -> None:
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
