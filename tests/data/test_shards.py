@@ -14,7 +14,7 @@ import h5py
 import numpy as np
 import pytest
 
-from stepladder import InputError, Shards, write_shards
+from stepladder import InputError, Loader, Shards, write_shards
 from stepladder.cli.data import shard_lines
 from stepladder.data.describe import describe_shards
 from stepladder.data.shards.reader import ShardReader
@@ -246,6 +246,9 @@ def test_nothing_of_a_plain_file_is_left_out(tmp_path: Path) -> None:
     with h5py.File(plain(tmp_path / "g.h5", x=np.arange(5)), "a") as file:
         file.create_group("deep")["y"] = np.arange(5)
     refused(tmp_path / "g.h5", "deep is a group")
+    with h5py.File(plain(tmp_path / "t.h5", x=np.arange(5)), "a") as file:
+        file["kind"] = np.dtype("i4")
+    refused(tmp_path / "t.h5", "kind is a datatype")
     with h5py.File(plain(tmp_path / "l.h5", x=np.arange(5)), "a") as file:
         file["y"] = h5py.SoftLink("/gone")
     refused(tmp_path / "l.h5", "y is a link that leads nowhere")
@@ -285,6 +288,54 @@ def test_an_array_of_another_file_that_is_missing_is_not_filled(tmp_path: Path) 
     refused(tmp_path / "a.h5", "1.part has no x")
     source.unlink()
     refused(tmp_path / "a.h5", "1.part")
+
+
+@pytest.mark.parametrize("chunks", [None, (4,)], ids=["whole", "chunks"])
+def test_a_column_behind_an_external_link_is_read_from_its_own_file(
+    tmp_path: Path, chunks: tuple[int] | None
+) -> None:
+    plain(tmp_path / "own" / "a.h5", x=np.arange(800).reshape(8, 100))
+    with h5py.File(tmp_path / "b.h5", "w") as file:
+        file.create_dataset("labels", data=np.arange(1000, 1008), chunks=chunks)
+    with h5py.File(tmp_path / "own" / "a.h5", "a") as file:
+        file["y"] = h5py.ExternalLink("../b.h5", "/labels")
+    assert read(tmp_path / "own" / "a.h5", np.arange(8))["y"].tolist() == list(range(1000, 1008))
+
+
+def link_externally(file: h5py.File, source: Path) -> None:
+    file["x"] = h5py.ExternalLink(str(source), "x")
+
+
+def show_virtually(file: h5py.File, source: Path) -> None:
+    layout = h5py.VirtualLayout((6,), "i8")
+    layout[:] = h5py.VirtualSource(source, "x", (6,))
+    file.create_virtual_dataset("x", layout)
+
+
+def store_outside(file: h5py.File, source: Path) -> None:
+    np.arange(6).tofile(source)
+    file.create_dataset("x", (6,), "i8", external=[(str(source), 0, 48)])
+
+
+@pytest.mark.parametrize("connect", [link_externally, show_virtually, store_outside])
+def test_a_state_is_of_all_files_that_hold_values(tmp_path: Path, connect: Any) -> None:
+    other = plain(tmp_path / "other.h5", x=np.arange(6))
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        connect(file, other)
+    path = tmp_path / "a.h5"
+    assert read(path, np.arange(6))["x"].tolist() == list(range(6))
+    opened = Shards(path)
+    state = Loader(Shards(path), global_batch=2).state_dict()
+    Loader(Shards(path), global_batch=2).load_state_dict(state)
+    data = bytearray(other.read_bytes())
+    data[-8] += 1
+    other.write_bytes(data)
+    with pytest.raises(InputError, match=r"other\.h5 has other contents than the Loader"):
+        Loader(Shards(path), global_batch=2).load_state_dict(state)
+    with ShardReader(opened) as reader, pytest.raises(InputError, match=r"other\.h5 has changed"):
+        reader.read(np.arange(6))
+    other.unlink()
+    refused(path, "x is a link that leads nowhere" if connect is link_externally else "other.h5")
 
 
 def test_a_column_that_is_not_there(folder: Path) -> None:

@@ -84,11 +84,17 @@ class Shards:
         """The bytes of the largest chunk, uncompressed."""
         return max(shard.chunk_rows for shard in self.shards) * self.row_bytes + self.list_bytes
 
+    @property
+    def files(self) -> list[Path]:
+        """All files with values of the data set."""
+        linked = [Path(file.name) for shard in self.shards for file in shard.linked]
+        return list(dict.fromkeys([*(shard.path for shard in self.shards), *linked]))
+
     @cached_property
     def contents(self) -> Contents:
         """The name of each file, and a hash of its contents or of samples of them."""
         if any(shard.sha256 is None for shard in self.shards):
-            return hash_files([LocalFile(shard.path) for shard in self.shards])
+            return hash_files([LocalFile(path) for path in self.files])
         return [[str(shard.path), str(shard.sha256)] for shard in self.shards]
 
     @cached_property

@@ -194,7 +194,7 @@ def _identify_source(source: OpenedSource) -> dict[str, Any]:
 def _shards_table(path: Path, names: tuple[str, ...]) -> Table:
     """Return shards, or any HDF5 file with arrays of one length, as a table to be sharded again."""
     shards = Shards(path, names or None)
-    files = tables.identify_files("hdf5", *(shard.path for shard in shards.shards))
+    files = tables.identify_files("hdf5", *shards.files)
     return Table(str(path), shards.columns, files, partial(_read_shards, shards), len(shards))
 
 

@@ -232,14 +232,15 @@ def validate_process(process: int, source: object) -> None:
 def _find_extent(h5: Any, dataset: Any) -> _Extent:
     """Find the bytes of an HDF5 dataset's chunks in its file.
 
-    Only h5py can read the chunks if they are compressed, have another byte order, or are not whole
-    rows.
+    Only h5py can read the chunks if they are compressed, have another byte order, are not whole
+    rows, or are in another file, to which a link leads.
 
     Returns:
         The rows of a chunk, and the offset of each chunk in bytes, which is None if only h5py can
         read it.
     """
-    is_plain = dataset.dtype.isnative and h5.userblock_size == 0 and not dataset.external
+    is_here = dataset.file.filename == h5.filename and not dataset.external
+    is_plain = is_here and dataset.dtype.isnative and h5.userblock_size == 0
     if not is_plain or dataset.id.get_create_plist().get_nfilters():
         return _Extent(0, None)
     if dataset.chunks is None:

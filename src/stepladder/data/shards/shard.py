@@ -14,6 +14,7 @@ import xxhash
 from stepladder.core.errors import InputError
 from stepladder.core.extras import import_extra
 from stepladder.data.local_files import make_change_error
+from stepladder.data.readers.files import LocalFile
 from stepladder.data.table import Ragged
 
 SHARD_INDEX = "index.json"
@@ -46,6 +47,7 @@ class Shard:
         sha256: Its SHA-256 in hexadecimal digits.
         checksums: The checksum of each chunk, by column.
         modified_ns: When it was written last, in nanoseconds since 1970.
+        linked: Other files with some of its values, which links and virtual arrays name.
     """
 
     path: Path
@@ -55,13 +57,16 @@ class Shard:
     sha256: str | None = None
     checksums: dict[str, np.ndarray] | None = None
     modified_ns: int | None = None
+    linked: tuple[LocalFile, ...] = ()
 
     @property
     def num_chunks(self) -> int:
         return -(-self.rows // self.chunk_rows)
 
     def find(self) -> Path:
-        """Return the path. Raises InputError if the file has changed, and no checksum can tell."""
+        """Return the path. Raises InputError if a file has changed, and no checksum can tell."""
+        for file in self.linked:
+            file.get_path()
         has_time = self.modified_ns is not None
         if has_time and self.path.stat().st_mtime_ns != self.modified_ns:
             raise make_change_error(self.path)

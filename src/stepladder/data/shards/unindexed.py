@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from os import fsdecode
 from pathlib import Path
 from typing import Any
 
 from stepladder.core.errors import InputError, as_input_error
 from stepladder.data.readers.companions import is_companion
+from stepladder.data.readers.files import LocalFile
 from stepladder.data.readers.listing import list_paths
 from stepladder.data.shards.shard import (
     H5_ERRORS,
@@ -80,8 +83,8 @@ def _inspect_file(file: Path, names: tuple[str, ...] | None) -> tuple[dict[str, 
     ):
         arrays = {name: array for name, array in h5.items() if not names or name in names}
         columns = {name: _find_column(file, name, array) for name, array in arrays.items()}
-        for array in arrays.values():
-            _validate_sources(file, array)
+        paths = {path for array in arrays.values() for path in _find_linked(array)}
+        linked = tuple(LocalFile(path) for path in sorted(paths - {file}))
         lengths = {name: len(array) for name, array in arrays.items()}
         if len(set(lengths.values())) != 1:
             texts = [f"{name} has {rows} rows" for name, rows in lengths.items()]
@@ -89,12 +92,16 @@ def _inspect_file(file: Path, names: tuple[str, ...] | None) -> tuple[dict[str, 
             raise input_error(file, problem, "give every array one row per sample")
         largest = max(columns, key=lambda name: columns[name].row_bytes)
         chunk_rows = _choose_chunk_rows(arrays[largest], row_bytes(columns))
-    return columns, Shard(file, lengths[largest], chunk_rows, modified_ns=modified_ns)
+    return columns, Shard(
+        file, lengths[largest], chunk_rows, modified_ns=modified_ns, linked=linked
+    )
 
 
 def _find_column(file: Path, name: str, array: Any) -> Column:
     if not hasattr(array, "ndim"):  # a group, or None for a link that leads nowhere
-        kind = "a link that leads nowhere" if array is None else "a group"
+        kind = f"a {type(array).__name__.lower()}"  # group, datatype
+        if array is None:
+            kind = "a link that leads nowhere"
         raise InputError(f"{file}: {name} is {kind}, not rows of numbers", "omit it (columns=...)")
     if array.ndim == 0 or array.dtype.kind not in "biuf":
         kind = "a single value" if array.ndim == 0 else f"of type {array.dtype}"
@@ -102,17 +109,21 @@ def _find_column(file: Path, name: str, array: Any) -> Column:
     return Column(array.dtype.newbyteorder("="), array.shape[1:])
 
 
-def _validate_sources(file: Path, array: Any) -> None:
-    """Validate that the arrays are there that an array shows, else HDF5 shows fill values.
+def _find_linked(array: Any) -> Iterator[Path]:
+    """Yield the files with values of an array: that of a link's end, raw ones, those it shows.
 
     Raises:
-        OSError: A file or an array is not there.
+        OSError: An array that it shows is not there; HDF5 would show fill values.
     """
+    file = Path(array.file.filename)
+    yield file
+    yield from (Path(fsdecode(name)) for name, _, _ in array.external or ())
     for source in array.virtual_sources() if array.is_virtual else ():
         path = file if source.file_name == "." else file.parent / source.file_name
         with open_h5(path) as h5:
             if source.dset_name not in h5:
                 raise OSError(f"{path} has no {source.dset_name}")
+            yield from _find_linked(h5[source.dset_name])
 
 
 def _choose_chunk_rows(largest: Any, row_bytes: int) -> int:
