@@ -189,9 +189,11 @@ def test_npz_with_columns_of_different_length(tmp_path: Path) -> None:
 def test_bad_npz(tmp_path: Path) -> None:
     path = tmp_path / "d.npz"
     np.savez(path, names=np.array(["a", "b"]))
-    refused(path, "names.npy is <U1 of shape [2], not rows of numbers")
+    refused(path, "names.npy holds <U1 [2], not rows of numbers")
     np.savez(path, x=np.asfortranarray(np.eye(3)))
-    refused(path, "x.npy is Fortran order")
+    refused(path, "x.npy is in Fortran order", "ascontiguousarray")
+    np.savez(path, x=np.arange(3, dtype=">i4"))
+    refused(path, "x.npy holds >i4, in another order of bytes")
     np.savez(path)
     refused(path, "it holds no arrays")
     path.write_bytes(b"no zip")

@@ -208,6 +208,18 @@ def test_tokens_of_32_bits_are_not_taken_for_16(first: int, tmp_path: Path) -> N
         assert len(open_data(path, block=8, dtype=dtype)) > 0
 
 
+def test_tokens_of_64_bits_are_not_taken_for_32(tmp_path: Path) -> None:
+    path = tmp_path / "a.bin"
+    tokens = np.arange(4000) * 701 % 50000
+    tokens.tofile(path)
+    for dtype in (None, "uint32", "<u4"):
+        with pytest.raises(InputError, match=r'each second token of 32 .* HINT: dtype="int64"'):
+            open_data(path, block=8, dtype=dtype)
+    read = open_data(path, block=8, dtype="int64").read(np.array([1]))["tokens"]
+    assert read.tolist() == [tokens[8:17].tolist()]
+    assert len(open_data(path, block=8, dtype="int32")) == 999
+
+
 @pytest.mark.parametrize("size", [2, 65, 50000])
 def test_tokens_of_16_bits_are_read_as_such(size: int, tmp_path: Path) -> None:
     tokens = np.random.default_rng(0).integers(0, size, 4000)

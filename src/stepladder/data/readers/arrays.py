@@ -16,7 +16,7 @@ from stepladder.core.typed_file import parse_json
 from stepladder.data.readers.damage import DAMAGE_HINT, Damage
 from stepladder.data.readers.file_rows import FileRows
 from stepladder.data.readers.files import DataFile, FileView, read_pieces
-from stepladder.data.readers.npy import read_npy_header
+from stepladder.data.readers.npy import NPY_HINT, read_npy_header
 from stepladder.data.readers.open_options import OpenOptions
 from stepladder.data.table import select_columns
 
@@ -26,8 +26,10 @@ DEFAULT_TOKEN_TYPE = "uint16"  # of nanoGPT, whose files have no header
 MIN_TOKENS_JUDGED = 64  # by which the type of tokens is judged
 JUDGED_BYTES = 1 << 16
 MAX_HIGH_BITS = 16  # of a token of 32 bits, in a vocabulary of a million
+# The type that tokens are taken for, the one that they look like, and how to say that they are not.
+MISTAKEN_TYPES = (("uint32", "int64", "int32"), ("uint16", "uint32", "uint16"))
 MAX_SAFETENSORS_HEADER_BYTES = 1 << 26
-BLOCK_HINT = 'open_data("train.bin", block=1024): tokens of a sample'
+BLOCK_HINT = "block=1024, the tokens of a sample"
 SAFETENSORS_TYPES = {
     "F64": "float64",
     "F32": "float32",
@@ -197,7 +199,7 @@ def open_tokens(files: list[DataFile], options: OpenOptions) -> _ArraySource:
             begin = TOKEN_HEADER_BYTES
             kind = TOKEN_TYPES[magic]
         else:
-            _validate_token_type(file, options)
+            _validate_token_type(file, options.dtype and dtype)
             begin = 0
             kind = dtype
             count = file.size // np.dtype(dtype).itemsize
@@ -214,16 +216,24 @@ def _validate_end(file: DataFile, end: int) -> None:
         )
 
 
-def _validate_token_type(file: DataFile, options: OpenOptions) -> None:
-    """Raise InputError if tokens are taken for 16 bits, and each second one is the rest of one."""
-    data = file.read(0, min(JUDGED_BYTES, file.size // 4 * 4))
-    tokens = np.frombuffer(data, DEFAULT_TOKEN_TYPE)
-    if options.dtype is not None or len(tokens) <= MIN_TOKENS_JUDGED:
-        return
-    low, high = (np.unique(part[part > 0]) for part in (tokens[::2], tokens[1::2]))
-    if 4 * len(high) < len(low) and high.max(initial=0) < MAX_HIGH_BITS:
-        problem = f"{file.name}: each second token of 16 bits is 0 or small, as of 32 bits"
-        raise InputError(problem, 'dtype="uint32"; or dtype="uint16" if they are right')
+def _validate_token_type(file: DataFile, given: str | None) -> None:
+    """Raise InputError if each second token is the rest of one of twice as many bits.
+
+    Args:
+        file: The file.
+        given: The type that the caller says; None if tokens are taken for those of 16 bits.
+    """
+    data = file.read(0, min(JUDGED_BYTES, file.size // 8 * 8))
+    for kind, likely, denial in MISTAKEN_TYPES:
+        tokens = np.frombuffer(data, kind)
+        if given not in (None, kind) or given == denial or len(tokens) <= MIN_TOKENS_JUDGED:
+            continue
+        low, high = (np.unique(part[part > 0]) for part in (tokens[::2], tokens[1::2]))
+        if 4 * len(high) < len(low) and high.max(initial=0) < MAX_HIGH_BITS:
+            bits = 8 * tokens.itemsize
+            problem = f"each second token of {bits} bits is 0 or small, as of {2 * bits} bits"
+            hint = f'dtype="{likely}"; or dtype="{denial}" if they are right'
+            raise InputError(f"{file.name}: {problem}", hint)
 
 
 def _find_token_type(options: OpenOptions) -> str:
@@ -283,14 +293,14 @@ def _find_numbers(file: DataFile) -> tuple[int, tuple[int, ...], str]:
     """Return where the numbers of a .npy file begin, their shape, and their type.
 
     Raises:
-        InputError: It is no such file, or its values are no numbers of this machine in C order.
+        InputError: It is no such file, or has no rows of numbers that are read as they lie.
     """
     stream: Any = FileView(file)
     with as_input_error(f"{file.name} cannot be used", DAMAGE_HINT, (ValueError,)):
         header = read_npy_header(stream)
     shape, _, dtype = header
-    if not header.has_rows:
-        raise InputError(f"{file.name} holds {dtype} {list(shape)}", "rows of numbers, in C order")
+    if header.problem:
+        raise InputError(f"{file.name} {header.problem}", NPY_HINT)
     begin = stream.tell()
     _validate_end(file, begin + math.prod(shape) * dtype.itemsize)
     return begin, shape, dtype.name

@@ -9,6 +9,8 @@ import numpy as np
 
 from stepladder.data.table import MAX_NUMBER_BYTES
 
+NPY_HINT = "save np.ascontiguousarray(x, x.dtype.newbyteorder('=')), where x are rows of numbers"
+
 
 class _NpyHeader(NamedTuple):
     """The header of an array in a .npy file."""
@@ -18,11 +20,14 @@ class _NpyHeader(NamedTuple):
     dtype: np.dtype[Any]
 
     @property
-    def has_rows(self) -> bool:
-        """Whether it has rows of numbers of this machine, one after the other."""
+    def problem(self) -> str:
+        """Why it has no rows of this machine's numbers, one after the other; "" if it has."""
         is_number = self.dtype.kind in "biuf" and self.dtype.itemsize <= MAX_NUMBER_BYTES
-        has_rows = bool(self.shape) and not (self.is_fortran and len(self.shape) > 1)
-        return is_number and has_rows and self.dtype.isnative
+        if not (self.shape and is_number):
+            return f"holds {self.dtype} {list(self.shape)}, not rows of numbers"
+        if self.is_fortran and len(self.shape) > 1:
+            return "is in Fortran order, column after column"
+        return "" if self.dtype.isnative else f"holds {self.dtype}, in another order of bytes"
 
 
 def read_npy_header(stream: IO[bytes]) -> _NpyHeader:

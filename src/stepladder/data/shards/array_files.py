@@ -17,7 +17,7 @@ import numpy as np
 from stepladder.core.errors import as_input_error
 from stepladder.data import idx
 from stepladder.data import table as tables
-from stepladder.data.readers.npy import read_npy_header
+from stepladder.data.readers.npy import NPY_HINT, read_npy_header
 from stepladder.data.table import REPAIR_HINT, Block, Column, Table, input_error
 
 # What reading a damaged file can raise. RuntimeError is zipfile's error for a password.
@@ -140,14 +140,9 @@ def _find_npy(path: Path, member: str) -> _StoredArray:
     with _open_npy(path, member) as stream:
         header = read_npy_header(stream)
         start = stream.tell()
-    shape, is_fortran, dtype = header
-    if not header.has_rows:
-        kind = "Fortran order" if is_fortran else f"{dtype} of shape {list(shape)}"
-        raise input_error(
-            path,
-            f"{member} is {kind}, not rows of numbers",
-            "np.savez with C-ordered arrays of numbers",
-        )
+    shape, _, dtype = header
+    if header.problem:
+        raise input_error(path, f"{member} {header.problem}", NPY_HINT)
     data_bytes = member_bytes - start
     if data_bytes != math.prod(shape) * dtype.itemsize:
         problem = f"{member} is of shape {list(shape)}, and has {data_bytes:,} bytes of {dtype}"
