@@ -7,6 +7,8 @@ import os
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
@@ -106,3 +108,15 @@ def test_a_check_finds_records_that_a_training_would_refuse(tmp_path: Path) -> N
     jsonl(ONE + '{"y": 1}\n{"x": 1, "y": 2}\n')(tmp_path)
     reasons = [damage.reason for damage in open_data(tmp_path).find_damage()]
     assert reasons == ["it has no x", "it has y, and the first record has not"]
+
+
+def test_a_check_finds_empty_values_that_a_training_would_refuse(tmp_path: Path) -> None:
+    columns = {"x": [1, 2, 3, None], "y": [[1], [2, None], None, []], "z": ["", None, "", ""]}
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet", row_group_size=2)
+    source = open_data(tmp_path)
+    found = [(damage.first, damage.reason) for damage in source.find_damage()]
+    empty = "column {} has an empty value"
+    assert found == [(1, empty.format("y")), (3, empty.format("x")), (2, empty.format("y"))]
+    with pytest.raises(InputError, match=r"a\.parquet: record 3: column x .* HINT: decode="):
+        source.read(np.array([2]))
+    assert not list(open_data(tmp_path, decode=str).find_damage())

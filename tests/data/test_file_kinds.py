@@ -101,6 +101,16 @@ RIGHT: dict[str, tuple[Make, dict[str, Any], dict[str, list[Any]]]] = {
         {},
         {"x": [1]},
     ),
+    "thumbnails of other programs": (
+        steps(image("a/0.png"), files(a__Thumbs_dot_db="x", __MACOSX__a__b="x")),
+        {"columns": ["label"]},
+        {"label": [0]},
+    ),
+    "other names of Arrow": (
+        saved("a.feather", "b.ipc", listed=("a.feather", "b.ipc")),
+        {},
+        {"x": [0, 1]},
+    ),
     "links, as of a cache": (
         steps(
             files(blobs__0a=ONE, blobs__1b=TWO),
@@ -203,8 +213,6 @@ REFUSED: dict[str, tuple[Make, dict[str, Any], str]] = {
     "an empty CSV file": (csv(""), {}, "its first line has no names"),
     "an empty tar file": (tar(cut=0), {}, "empty file"),
     "an empty Parquet file": (files(a_dot_parquet=b""), {}, "cannot use"),
-    "UTF-16": (csv("x\n1\n".encode("utf-16")), {}, "its first line has no names"),
-    "carriage returns alone": (csv("x,y\r1,2\r"), {}, "its first line has no names"),
     "semicolons": (csv("x;y\n1;2\n"), {}, "'x;y', not several between ','"),
     "a file without a header": (csv("1,a\n2,b\n"), {}, r"'1', a value and no name.*header="),
     "a file without a header, equal values": (csv("a,a\nb,c\n"), {}, "2 columns"),
@@ -295,6 +303,26 @@ REFUSED: dict[str, tuple[Make, dict[str, Any], str]] = {
     "a later key": (jsonl(ONE + '{"x": 1, "y": 2}\n'), {}, "record 1 has y, and the first"),
     "a missing key": (jsonl(ONE + '{"y": 2}\n'), {}, "record 1 has no x"),
     "a null among numbers": (jsonl(ONE + '{"x": null}\n'), {}, "column x .*has an empty value"),
+    "UTF-16": (
+        csv("x,y\n1,2\n".encode("utf-16")),
+        {"header": ["x", "y"]},
+        "it is UTF-16, not UTF-8. HINT: iconv -f UTF-16 -t UTF-8 .*a.csv > new-a.csv",
+    ),
+    "UTF-16 without a mark": (jsonl(ONE.encode("utf-16-le")), {}, "it is UTF-16, not UTF-8"),
+    "lines of old Macs": (
+        csv("x,y\r1,2\r"),
+        {},
+        r"its lines end with CR alone, as on old Macs. HINT: tr '.r' '.n' < .*a.csv > new-a.csv",
+    ),
+    "JSON lines of old Macs": (jsonl(ONE[:-1] + "\r" + TWO[:-1]), {}, "lines end with CR alone"),
+    "Latin 1": (csv("x\nJosé\n".encode("latin1")), {}, "record 0: .*utf-8.* HINT: iconv -f LATIN1"),
+    "Latin 1 in JSON": (jsonl(b'{"x": "\xe9"}\n'), {}, "record 0: .*utf-8.* HINT: iconv -f LATIN1"),
+    "Latin 1 in names": (csv("José\n1\n".encode("latin1")), {}, "utf-8.* HINT: iconv -f LATIN1"),
+    "the separator, for Excel": (
+        csv("sep=,\r\nx,y\r\n1,2\r\n"),
+        {},
+        r"it tells Excel the separator. HINT: tail -n .2 .*a.csv > new-a.csv",
+    ),
     "a cut line": (jsonl(ONE + '{"x": 1'), {}, "record 1"),
     "a compressed file beside others": (
         files(a_dot_jsonl=ONE, b_dot_jsonl_dot_gz=gzip.compress(TWO.encode())),
@@ -424,7 +452,22 @@ REFUSED: dict[str, tuple[Make, dict[str, Any], str]] = {
     "other columns in a second Parquet file": (
         steps(table("a.parquet", x=[1]), table("b.parquet", x=[1.5])),
         {},
-        "b.parquet has other columns",
+        "b.parquet has other columns than .*: x: double, not x: int64",
+    ),
+    "another order of columns in a second Parquet file": (
+        steps(table("a.parquet", x=[1], y=[2]), table("b.parquet", y=[2], x=[1])),
+        {},
+        "b.parquet has other columns than .*: y: int64, not x: int64",
+    ),
+    "fewer columns in a second Parquet file": (
+        steps(table("a.parquet", x=[1], y=[2]), table("b.parquet", x=[1])),
+        {},
+        "b.parquet has other columns than .*: no more, not y: int64",
+    ),
+    "an image of a kind that is not read": (
+        steps(image("a/0.png"), image("a/1.gif")),
+        {},
+        r"1.gif is no file of images, as others are. HINT: images of .jpg, .*; format=.images",
     ),
     "a cut Parquet file": (cut(table(x=[1]), "a.parquet", 4), {}, "cannot use"),
     "nulls among whole numbers": (table(x=[1, None]), {}, "x"),

@@ -98,7 +98,7 @@ BAD_CSV = {
     "twice": ("a,a\n1,2\n", "2 columns of its first line are called 'a'"),
     "empty": ("", "r.csv: its first line has no names"),
     "no rows": ("a,b\n", "r.csv has no samples"),
-    "line breaks of old": ("a,b\r1,2\r", "new-line character seen in unquoted field"),
+    "line breaks of old": ("a,b\r1,2\r", "its lines end with CR alone"),
 }
 
 
@@ -159,7 +159,7 @@ def test_parquet(tmp_path: Path) -> None:
 
 def test_bad_parquet(tmp_path: Path) -> None:
     pq.write_table(pa.table({"a": [1, 2, None]}), tmp_path / "n.parquet")
-    refused(tmp_path / "n.parquet", "column a has an empty value in row 2")
+    refused(tmp_path / "n.parquet", "n.parquet: record 2: column a has an empty value")
     (tmp_path / "junk.parquet").write_bytes(b"junk" * 10)
     refused(tmp_path / "junk.parquet", "cannot use")
 

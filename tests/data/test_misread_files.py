@@ -300,7 +300,9 @@ def test_an_image_without_bytes_is_named_in_plain_words() -> None:
 def test_texts_in_hdf5_are_not_sent_to_the_command_that_refuses_them(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file["s"] = ["a", "b"]
-    with pytest.raises(InputError, match=r"a\.h5: s is of type object.* HINT: omit it") as caught:
+    with pytest.raises(
+        InputError, match=r"a\.h5: s is of type object.* HINT: columns= without it"
+    ) as caught:
         Shards(tmp_path / "a.h5")
     assert "data shard" not in caught.value.hint
 

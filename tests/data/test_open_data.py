@@ -79,7 +79,7 @@ def test_damaged_rows_are_named_by_file_and_number(tmp_path: Path) -> None:
     line, facts = bad.stdout.splitlines()
     assert line.startswith("data/part-1.parquet: records 40 to 59: ")
     assert json.loads(facts)["damaged"][0]["first"] == 40
-    assert "data: 20 of 240 records are damaged. HINT: " in bad.stderr
+    assert "data: 20 of 240 records cannot be read. HINT: " in bad.stderr
     ended = run("train", JOB, "--microbatch", 4, "--data", "data", cwd=tmp_path)
     refused(ended, "data/part-1.parquet: record")
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -15,8 +16,29 @@ from stepladder.cli.suggest import SuggestingGroup
 from stepladder.cli.types import AsJson, Count, PathName
 from stepladder.core.console import echo, echo_json
 from stepladder.core.errors import InputError
+from stepladder.core.flag import Flag
+from stepladder.core.numbers import parse_whole_number
 from stepladder.core.terminal import make_console
 from stepladder.data.local_files import Feedback
+
+# Reads the text of an argument of open_data; the names are those that --set takes.
+SETTINGS: dict[str, Callable[[str], Any]] = {
+    "block": lambda text: parse_whole_number(text, 1),
+    "columns": lambda text: tuple(text.split(",")),
+    "dtype": str,
+    "format": str,
+    "header": lambda text: tuple(text.split(",")),
+}
+# A setting in a HINT, as Python has it.
+SETTING = re.compile(rf"\b({'|'.join(SETTINGS)})=(\[.*?\]|\".*?\"|)")
+SetTexts = Annotated[
+    tuple[str, ...],
+    Flag(
+        "An argument of open_data, such as block=1024, dtype=uint32, header=x,y or format=csv.",
+        metavar="NAME=VALUE",
+    ),
+    "--set",
+]
 
 
 @click.group(name="data", cls=SuggestingGroup)
@@ -60,7 +82,9 @@ def get(
 
 
 @command.command()
-def info(path_or_name: PathName, *, check: bool = False, as_json: AsJson = False) -> None:
+def info(
+    path_or_name: PathName, *, check: bool = False, settings: SetTexts = (), as_json: AsJson = False
+) -> None:
     """Show what a data folder or file contains.
 
     It prints shapes, label counts, pixel statistics, ratings or chunks. PATH_OR_NAME is a folder of
@@ -73,10 +97,11 @@ def info(path_or_name: PathName, *, check: bool = False, as_json: AsJson = False
     """
     from stepladder.data.describe import describe_data, describe_source
 
-    if "://" in path_or_name:
-        facts = describe_source(path_or_name)
-    else:
-        facts = describe_data(_locate(path_or_name), check)
+    with _parse_settings(settings) as given:
+        if "://" in path_or_name:
+            facts = describe_source(path_or_name, given)
+        else:
+            facts = describe_data(_locate(path_or_name), check, given)
     if as_json:
         echo_json(facts)
     else:
@@ -84,22 +109,24 @@ def info(path_or_name: PathName, *, check: bool = False, as_json: AsJson = False
 
 
 @command.command()
-def check(path: PathName, *, as_json: AsJson = False) -> None:
-    """Read all samples of the data at PATH, and list those that are damaged.
+def check(path: PathName, *, settings: SetTexts = (), as_json: AsJson = False) -> None:
+    """Read all samples of the data at PATH, and list those that cannot be read.
 
     PATH is a folder of shards, or a file, folder, pattern or URL that open_data opens. Each line
-    has a file and the numbers of records in it. The exit code is 2 if something is damaged.
+    has a file and the numbers of records in it. The exit code is 2 if there are some.
     """
     from stepladder.data.describe import describe_shards, find_shard_folders, open_described
 
     if find_shard_folders(Path(path)):
-        facts = describe_shards(Path(path), check=True)
+        with _parse_settings(settings) as given:
+            facts = describe_shards(Path(path), True, given)
         if as_json:
             echo_json(facts)
         else:
             _show(facts)
         return
-    source = open_described(path)
+    with _parse_settings(settings) as given:
+        source = open_described(path, given)
     damages = []
     for damage in source.find_damage():
         echo(str(damage))
@@ -116,13 +143,16 @@ def check(path: PathName, *, as_json: AsJson = False) -> None:
     if damages:
         count = sum(damage.count for damage in damages)
         raise InputError(
-            f"{path}: {count:,} of {len(source):,} records are damaged", "copy these files again"
+            f"{path}: {count:,} of {len(source):,} records cannot be read",
+            "correct these files, or copy them again",
         )
     echo(f"{path}: {len(source):,} records of {source.format}, all can be read")
 
 
 @command.command()
-def index(path: PathName, *, beside: bool = False, as_json: AsJson = False) -> None:
+def index(
+    path: PathName, *, beside: bool = False, settings: SetTexts = (), as_json: AsJson = False
+) -> None:
     """Find where the records of JSON Lines, CSV or tar files begin, before a run needs it.
 
     PATH is a file, folder, pattern or URL that open_data opens. Other formats need no index.
@@ -137,7 +167,8 @@ def index(path: PathName, *, beside: bool = False, as_json: AsJson = False) -> N
 
     if beside and is_url(path):
         raise InputError(f"--beside {path}", f"stepladder data index {path}, for the user's cache")
-    source = open_described(path, index_beside=beside)
+    with _parse_settings(settings) as given:
+        source = open_described(path, given, index_beside=beside)
     text = f"{path}: {len(source):,} records of {source.format} in {source.num_files:,} files"
     folder = "beside the files" if beside else f"in {get_cache_folder() / 'indexes'}"
     if source.format in INDEXED_FORMATS:
@@ -157,6 +188,7 @@ def shard(
     rows_per_shard: Count | None = None,
     columns: str | None = None,
     dtypes: Annotated[tuple[str, ...], "--dtype"] = (),
+    settings: SetTexts = (),
     compress: bool = False,
     as_json: AsJson = False,
 ) -> None:
@@ -182,7 +214,10 @@ def shard(
 
     types = _parse_dtypes(dtypes)
     column_names = _parse_columns(columns)
-    for part, table in open_tables(source, column_names, types).items():
+    with _parse_settings(settings) as given:
+        column_names = given.pop("columns", column_names)
+        tables = open_tables(source, column_names, types, given)
+    for part, table in tables.items():
         with _on_stderr() as feedback:
             write_table(
                 table,
@@ -197,6 +232,26 @@ def shard(
         echo(line)
     if as_json:
         echo_json(facts)
+
+
+@contextmanager
+def _parse_settings(texts: tuple[str, ...]) -> Iterator[dict[str, Any]]:
+    """Yield the arguments of open_data in --set; a HINT of the block says how to type them."""
+    given = {}
+    for text in texts:
+        name, _, value = text.partition("=")
+        read = SETTINGS.get(name)
+        given[name] = read(value) if read and value else None
+        if given[name] is None:
+            raise InputError(f"--set {text}", f"--set NAME=VALUE, of {', '.join(SETTINGS)}")
+    try:
+        yield given
+    except InputError as error:
+        hint = SETTING.sub(
+            lambda match: f"--set {match[1]}=" + re.sub(r"[]['\" ]", "", match[2]), error.hint
+        )
+        hint = hint.replace("decode=FUNCTION", "open_data(PATH, decode=FUNCTION)")
+        raise InputError(error.problem, hint) from error
 
 
 def _parse_dtypes(texts: tuple[str, ...]) -> dict[str, str]:
@@ -308,7 +363,8 @@ def shard_lines(facts: dict[str, Any]) -> list[str]:
     text = []
     for part in facts["parts"]:
         columns = ", ".join(f"{name} ({column})" for name, column in part["columns"].items())
-        text.append(f"{part['name']}: {part['rows']:,} rows of {columns}")
+        name = facts["path"] if part["name"] == "." else part["name"]
+        text.append(f"{name}: {part['rows']:,} rows of {columns}")
         text.append(
             f"  {part['bytes']:,} bytes; files: {part['shards']:,}; chunks: {part['chunks']:,},"
             f" each of {part['chunk_rows']:,} rows and {part['chunk_bytes']:,} bytes"

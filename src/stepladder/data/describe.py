@@ -24,12 +24,15 @@ from stepladder.data.shards.shard import recommend_chunk_rows, shards_error
 HISTOGRAM_ROWS = 1000  # images that are counted at once
 
 
-def describe_data(path: Path, check: bool = False) -> dict[str, Any]:
+def describe_data(
+    path: Path, check: bool = False, settings: dict[str, Any] | None = None
+) -> dict[str, Any]:
     """Return the facts about a folder or file, as `info --json` prints them.
 
     Args:
         path: A folder or file of any kind that the package knows.
         check: Read all of the shards too, and compare them with their checksums.
+        settings: Arguments of `open_data`, or `columns` of Shards.
 
     Raises:
         InputError: The path holds nothing that is known, or something damaged.
@@ -37,7 +40,9 @@ def describe_data(path: Path, check: bool = False) -> dict[str, Any]:
     if not path.is_dir():
         validate_readable(path)
     if find_shard_folders(path):
-        return describe_shards(path, check)
+        return describe_shards(path, check, settings)
+    if settings:
+        return describe_source(str(path), settings)
     if path.suffix == NPZ_SUFFIX:
         table = npz_table(path, ())
         return {
@@ -55,7 +60,7 @@ def describe_data(path: Path, check: bool = False) -> dict[str, Any]:
     if ratings_file is not None:
         return _describe_ratings(path, ratings_file)
     if find_format(list_names(str(path))) is not None:
-        return describe_source(str(path))
+        return describe_source(str(path), {})
     text = path / "input.txt"
     if text.is_file():
         return {"dataset": "text", "path": str(path), "bytes": text.stat().st_size}
@@ -126,9 +131,9 @@ def _describe_array(path: Path, array: np.ndarray) -> dict[str, Any]:
     return facts | {"mean": round(mean, 6), "std": round(variance**0.5, 6)}
 
 
-def describe_source(path: str) -> dict[str, Any]:
-    """Return the facts about data that `open_data` opens."""
-    source = open_described(path)
+def describe_source(path: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the facts about data that `open_data` opens with these arguments."""
+    source = open_described(path, settings)
     edges = source.chunk_edges
     return {
         "dataset": source.format,
@@ -141,10 +146,12 @@ def describe_source(path: str) -> dict[str, Any]:
     }
 
 
-def open_described(path: str, index_beside: bool = False) -> OpenedSource:
+def open_described(path: str, settings: dict[str, Any], index_beside: bool = False) -> OpenedSource:
     """Open data to describe or to check them; tokens as samples of one token and its target."""
-    block = 1 if find_format(list_names(path)) == TOKENS else None
-    return open_data(path, block=block, index_beside=index_beside)
+    kind = settings.get("format") or find_format(list_names(path))
+    return open_data(
+        path, index_beside=index_beside, **({"block": 1} if kind == TOKENS else {}) | settings
+    )
 
 
 # -- shards ----------------------------------------------------------------------------------------
@@ -166,19 +173,24 @@ def find_shard_folders(path: Path) -> dict[str, Path]:
     }
 
 
-def describe_shards(path: Path, check: bool = False) -> dict[str, Any]:
+def describe_shards(
+    path: Path, check: bool = False, settings: dict[str, Any] | None = None
+) -> dict[str, Any]:
     """Return rows, chunks, bytes and columns of sharded data sets, and the recommended chunk size.
 
     Args:
         path: A data set, or a folder of data sets.
         check: Read all chunks too, and compare them with their checksums.
+        settings: The `columns`, if not all.
 
     Raises:
         InputError: A shard is missing or damaged; it names the chunk.
     """
+    if others := set(settings or ()) - {"columns"}:
+        raise InputError(f"{path}: {min(others)}= is not of shards", "columns= alone")
     parts = []
     for name, folder in find_shard_folders(path).items():
-        shards = Shards(folder)
+        shards = Shards(folder, **(settings or {}))
         if check:
             _verify_shards(shards)
         parts.append(_describe_data_set(name, shards))

@@ -132,10 +132,10 @@ def select_columns(names: tuple[str, ...], known: Iterable[str], source: object)
             )
         if known_counts[name] > 1:
             problem = f"{known_counts[name]} columns are called {name!r}"
-            raise input_error(source, problem, "--columns without it")
+            raise input_error(source, problem, "columns= without it")
         if name_counts[name] > 1:
             raise InputError(
-                f"column {name!r} of {source} is named twice", f"--columns {','.join(selected)}"
+                f"column {name!r} of {source} is named twice", f"columns={','.join(selected)}"
             )
     return selected
 

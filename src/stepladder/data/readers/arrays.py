@@ -217,11 +217,14 @@ def _validate_end(file: DataFile, end: int) -> None:
 
 
 def _validate_token_type(file: DataFile, given: str | None) -> None:
-    """Raise InputError if each second token is the rest of one of twice as many bits.
+    """Validate that not each second token is the rest of one of twice as many bits.
 
     Args:
         file: The file.
         given: The type that the caller says; None if tokens are taken for those of 16 bits.
+
+    Raises:
+        InputError: It is 0 or small.
     """
     data = file.read(0, min(JUDGED_BYTES, file.size // 8 * 8))
     for kind, likely, denial in MISTAKEN_TYPES:

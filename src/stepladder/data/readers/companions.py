@@ -10,7 +10,7 @@ IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".ppm", ".pgm", ".ti
 COMPANIONS = (
     *(".md", ".rst", ".txt", ".pdf", ".html", ".bib", ".log"),
     *(".json", ".yaml", ".yml", ".toml", ".ini", ".cfg", ".py", ".sh", ".ipynb"),
-    *(".crc", ".md5", ".sha1", ".sha256", ".idx", ".index", ".lock", INDEX_SUFFIX),
+    *(".crc", ".md5", ".sha1", ".sha256", ".idx", ".index", ".lock", INDEX_SUFFIX, "thumbs.db"),
 )
 
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from stepladder.core.errors import InputError, to_one_line
 
-DAMAGE_HINT = "copy the file again; stepladder data check PATH lists all that is damaged"
+DAMAGE_HINT = "correct the file, or copy it again; stepladder data check PATH lists such records"
+ENCODING_HINT = "iconv -f LATIN1 -t UTF-8 FILE > NEW_FILE, if it is of that encoding"
 
 
 @dataclass(frozen=True)
@@ -43,5 +44,6 @@ def describe_error(file: str, row: int, error: Exception) -> Damage:
 
 def locate_error(file: str, row: int, error: Exception) -> InputError:
     """Return the error of one record of a file, with its own HINT if it has one."""
-    hint = getattr(error, "hint", DAMAGE_HINT)
+    usual_hint = ENCODING_HINT if isinstance(error, UnicodeDecodeError) else DAMAGE_HINT
+    hint = getattr(error, "hint", usual_hint)
     return InputError(str(describe_error(file, row, error)), hint)

@@ -17,7 +17,7 @@ from stepladder.data.readers.batches import Sample, decode_image, stack_values
 from stepladder.data.readers.damage import Damage
 from stepladder.data.readers.file_rows import OpenedSource
 from stepladder.data.readers.files import Contents, DataFile, hash_files, is_url
-from stepladder.data.readers.listing import is_folder, relate, validate_one_set
+from stepladder.data.readers.listing import HIDDEN_NAME, is_folder, relate, validate_one_set
 from stepladder.data.readers.open_options import OpenOptions
 from stepladder.data.table import select_columns
 
@@ -173,5 +173,6 @@ def _validate_classes(source: _ImageFolder) -> None:
     if is_url(source.folder):
         return
     for entry in sorted(Path(source.folder).iterdir()):
-        if entry.is_dir() and entry.name not in source.classes and entry.name[0] != ".":
+        is_class = entry.is_dir() and not HIDDEN_NAME.match(entry.name)
+        if is_class and entry.name not in source.classes:
             raise InputError(f"{entry} is a folder without images", hint)

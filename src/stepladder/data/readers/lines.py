@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import re
+import shlex
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
@@ -12,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from stepladder.core.errors import InputError
+from stepladder.core.errors import InputError, as_input_error
 from stepladder.core.order import IndexArray
 from stepladder.data.readers.batches import FLOAT32, INT64, Sample
-from stepladder.data.readers.damage import DAMAGE_HINT
+from stepladder.data.readers.damage import DAMAGE_HINT, ENCODING_HINT
 from stepladder.data.readers.files import DataFile
 from stepladder.data.readers.json_values import (
     ValueType,
@@ -39,6 +40,8 @@ CSV_HINT = 'quotation marks around a value that has some, and these twice: "5"" 
 TSV_HINT = "quotation marks around the names too, if they are those of CSV; or correct the line"
 MAX_HEADER_BYTES = 1 << 20
 MAX_FIELD_BYTES = (1 << 31) - 1
+UTF_16_MARKS = (b"\xff\xfe", b"\xfe\xff")
+EXCEL_LINE = re.compile(rb'(?:\xef\xbb\xbf)?"?sep=.?"?\r?\n', re.IGNORECASE)
 OTHER_DELIMITERS = re.compile(r"[;|\t,]")
 # The limit of a process, which saves nothing here: a field is in memory before it is parsed.
 csv.field_size_limit(MAX_FIELD_BYTES)
@@ -72,6 +75,29 @@ def find_lines(file: DataFile, has_quotes: bool, first_byte: int = 0) -> Iterato
     yield np.array([file.size], np.int64)
 
 
+def _read_head(file: DataFile) -> bytes:
+    """Return the first bytes of a text.
+
+    Raises:
+        InputError: It is not of UTF-8, has no line break, or its first line is for Excel alone.
+    """
+    head = file.read(0, min(MAX_HEADER_BYTES, file.size))
+    if head[:2] in UTF_16_MARKS or head[:2].count(0) == 1:
+        problem = "it is UTF-16, not UTF-8"
+        command = "iconv -f UTF-16 -t UTF-8"
+    elif b"\r" in head.strip(b"\r") and b"\n" not in head:
+        problem = "its lines end with CR alone, as on old Macs"
+        command = r"tr '\r' '\n' <"
+    elif EXCEL_LINE.match(head):
+        problem = "its first line has no names: it tells Excel the separator"
+        command = "tail -n +2"
+    else:
+        return head
+    path = PurePath(file.name)
+    hint = f"{command} {shlex.quote(str(path))} > {shlex.quote(f'new-{path.name}')}"
+    raise InputError(f"{file.name}: {problem}", hint)
+
+
 class JsonLinesSource(IndexedSource):
     """A JSON object a line."""
 
@@ -89,6 +115,7 @@ class JsonLinesSource(IndexedSource):
 
     def find_offsets(self, file: DataFile) -> Iterator[IndexArray]:
         """Yield where lines begin, and where the last one ends."""
+        _read_head(file)
         return find_lines(file, has_quotes=False)
 
     def parse(self, number: int, data: bytes, names: frozenset[str] | None) -> Sample:
@@ -206,7 +233,7 @@ class CsvSource(IndexedSource):
 
     def _read_header(self, file: DataFile) -> tuple[list[str], int]:
         """Return the names of the columns, and where the first line after them begins."""
-        head = file.read(0, min(MAX_HEADER_BYTES, file.size))
+        head = _read_head(file)
         end = head.find(b"\n")
         has_quotes = self._uses_quotes(head.partition(b"\n")[0])
         self.has_quotes[file.name] = has_quotes
@@ -214,7 +241,9 @@ class CsvSource(IndexedSource):
         while has_quotes and end >= 0 and head.count(b'"', 0, end) % 2:
             end = head.find(b"\n", end + 1)
         line = head if end < 0 else head[: end + 1]
-        hint = "a first line with the names of columns; or open_data(..., header=[NAMES])"
+        with as_input_error(f"{file.name}: its first line", ENCODING_HINT, (UnicodeDecodeError,)):
+            line.decode()
+        hint = "a first line with the names of columns; or header=[NAMES]"
         try:
             names = self._split(line.removeprefix(b"\xef\xbb\xbf"), has_quotes)
         except (ValueError, InputError) as error:

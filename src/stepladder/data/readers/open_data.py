@@ -54,7 +54,7 @@ MDS = "mds"
 IMAGE_FOLDER = "images"
 FORMATS = {
     "parquet": _FileFormat((".parquet",), "parquet_files", "open_parquet_files"),
-    "arrow": _FileFormat((".arrow",), "arrow_files", "open_arrow_files"),
+    "arrow": _FileFormat((".arrow", ".feather", ".ipc"), "arrow_files", "open_arrow_files"),
     "webdataset": _FileFormat((".tar",), "webdataset", "TarSource"),
     "array_record": _FileFormat(
         (".arrayrecord", ".array_record"), "array_record", "ArrayRecordSource"
@@ -69,7 +69,7 @@ FORMATS = {
 }
 INDEXED_FORMATS = ("webdataset", "jsonl", "csv")
 FORMAT_NAMES = ", ".join(FORMATS)
-FORMAT_HINT = f"open_data(PATH, format=FORMAT), where FORMAT is one of: {FORMAT_NAMES}"
+FORMAT_HINT = f"format=FORMAT, one of: {FORMAT_NAMES}"
 COMPRESSED = (".gz", ".tgz", ".bz2", ".xz", ".zst", ".lz4", ".zip")
 COMPRESSED_HINT = "a decompressed copy in a folder of its own, such as of gzip -dk or zstd -dk"
 
@@ -199,7 +199,8 @@ def _select_names(listed: list[str], paths: list[str], chosen: str, is_given: bo
         elif not is_given and (name in paths or not is_companion(name, chosen == IMAGE_FOLDER)):
             hint = f"files of one format alone, such as 'data/*{suffixes[0]}'"
             if chosen == IMAGE_FOLDER:
-                hint = 'format="images" reads images alone'
+                kinds = ", ".join(IMAGE_SUFFIXES)
+                hint = f'images of {kinds}; format="images" leaves out all other files'
             if has_suffix(name, COMPRESSED):
                 hint = COMPRESSED_HINT
             raise InputError(f"{name} is no file of {chosen}, as others are", hint)

@@ -138,7 +138,7 @@ class UrlFile:
             raise InputError(
                 f"{self.name} has {self.size:,} bytes, and its library reads a copy of the whole"
                 f" file in the cache, of {self.cache.max_bytes:,} bytes",
-                f"open_data(..., cache_bytes={self.size} or more)",
+                f"cache_bytes={self.size} or more",
             )
         return self.cache.keep_whole(self.key, self._fetch_all)
 
@@ -233,7 +233,8 @@ def _raise_final(name: str, error: Exception) -> None:
     if status == CHANGED_STATUS:
         raise make_change_error(name) from error
     if 400 <= status < 500 and status not in RETRIED_STATUSES:
-        problem = f"{name}: HTTP {status} {get_reason(cause)}"
+        reason = str(getattr(cause, "message", "")).partition("\n")[0]  # of a part of the answer
+        problem = f"{name}: HTTP {status} {reason}"
         raise InputError(problem, "a URL that can be read without a login") from error
     if isinstance(cause, (PermissionError, NotImplementedError)):
         raise InputError(f"{name}: {get_reason(cause)}", "copy it to a folder") from error

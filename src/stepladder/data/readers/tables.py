@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from stepladder.data.readers.damage import Damage
 from stepladder.data.readers.file_rows import OpenedSource, group_rows
 from stepladder.data.readers.files import DataFile
 from stepladder.data.readers.open_options import OpenOptions
-from stepladder.data.table import Column, Ragged, input_error, join_lists, select_columns
+from stepladder.data.table import Column, Ragged, join_lists, select_columns
 
 POOL_BYTES = 48 << 20  # of tables in the memory of a process
 MIN_TABLES = 4
@@ -84,7 +85,12 @@ class TableSource(OpenedSource):
         schema, _ = listed[0]
         for file, (file_schema, groups) in zip(files, listed, strict=True):
             if not file_schema.equals(schema):
-                problem = f"{file.name} has other columns than {files[0].name}"
+                texts = [str(one.remove_metadata()).split("\n") for one in (file_schema, schema)]
+                pairs = zip_longest(*texts, fillvalue="no more")
+                found, first = next(pair for pair in pairs if pair[0] != pair[1])
+                problem = (
+                    f"{file.name} has other columns than {files[0].name}: {found}, not {first}"
+                )
                 raise InputError(problem, "a pattern of files that belong together")
             first_row = 0
             for rows, size, read in groups:
@@ -152,7 +158,6 @@ class TableSource(OpenedSource):
 
     def find_damage(self) -> Iterator[Damage]:
         """Read all rows, and yield those that cannot be read."""
-        listed = [name for name, numbers in self.numbers.items() if numbers is None]
         for part in self.parts:
             try:
                 table = _read_table(part, self.names)
@@ -163,8 +168,11 @@ class TableSource(OpenedSource):
             except PARQUET_DAMAGE as error:
                 yield part.make_damage(get_reason(error))
                 continue
-            for name in listed:
+            for name, numbers in self.numbers.items():
                 column = table.column(name)
+                if numbers is not None:
+                    yield from _find_empty(part, name, column.combine_chunks())
+                    continue
                 is_image = _is_image(column.type)
                 for first in range(0, len(column), CHECKED_ROWS):
                     _, errors = _read_values(column.slice(first, CHECKED_ROWS), is_image)
@@ -197,19 +205,23 @@ class TableSource(OpenedSource):
         column = self.numbers[name]
         if column is None:
             return array
-        has_lists = column.is_list or bool(column.shape)
-        if array.null_count or (has_lists and array.flatten().null_count):
-            is_null = array.is_null().to_pylist()
-            row = part.first_row + (is_null.index(True) if True in is_null else 0)
-            raise input_error(
-                part.file, f"column {name} has an empty value in row {row}", DECODE_HINT
-            )
-        flat = array.flatten() if has_lists else array
+        for damage in _find_empty(part, name, array):
+            raise InputError(str(damage), DECODE_HINT)
+        flat = array.flatten() if column.is_list or column.shape else array
         values = flat.to_numpy(zero_copy_only=False)
         if column.is_list:
             offsets = array.offsets.to_numpy(zero_copy_only=False).astype(np.int64)
             return Ragged(values, offsets - offsets[0])
         return values.reshape(len(array), *column.shape)
+
+
+def _find_empty(part: _TablePart, name: str, array: Any) -> Iterator[Damage]:
+    """Yield the rows of a column of numbers that are empty, or lists with an empty value."""
+    if array.null_count or (types.is_nested(array.type) and array.flatten().null_count):
+        for row, value in enumerate(array.to_pylist()):
+            if value is None or (isinstance(value, list) and None in value):
+                reason = f"column {name} has an empty value"
+                yield Damage(part.file, part.first_row + row, 1, reason)
 
 
 def _find_numbers(arrow_type: Any) -> Column | None:

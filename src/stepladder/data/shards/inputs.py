@@ -38,7 +38,10 @@ RECORD_HINT = (
 
 
 def open_tables(
-    path: str, names: tuple[str, ...] = (), dtypes: dict[str, str] | None = None
+    path: str,
+    names: tuple[str, ...] = (),
+    dtypes: dict[str, str] | None = None,
+    settings: dict[str, Any] | None = None,
 ) -> dict[str, Table]:
     """Return the tables of an input by the subfolder that their shards are written to.
 
@@ -48,11 +51,14 @@ def open_tables(
         path: A file, a folder, a pattern or a URL.
         names: The columns to read, all by default.
         dtypes: Types of CSV columns, by name.
+        settings: Other arguments of open_data.
 
     Raises:
         InputError: The input cannot be used; it names the file and the position in it.
     """
     local = Path(path)
+    if settings:
+        return {"": _open_source(path, names, dtypes or {}, settings)}
     if not is_url(path) and local.is_dir() and idx.has_mnist_files(local):
         files = idx.find_mnist_files(local)
         splits = {
@@ -71,11 +77,7 @@ def _open_table(path: str, names: tuple[str, ...], dtypes: dict[str, str]) -> Ta
     if local.suffix == NPZ_SUFFIX:
         return npz_table(local, names)
     if find_format(list_names(path)) is not None:
-        types = {name: _parse_dtype(name, text) for name, text in dtypes.items()}
-        options = OpenOptions(
-            names or None, dtypes=types, typed_records=TYPED_RECORDS, tables_in_memory=1
-        )
-        return _source_table(path, names, open_named([path], None, options))
+        return _open_source(path, names, dtypes, {})
     magic = -1
     if not local.is_dir():
         validate_readable(local)
@@ -107,7 +109,23 @@ def _parse_dtype(name: str, text: str) -> np.dtype[Any]:
 # -- what open_data opens --------------------------------------------------------------------------
 
 
-def _source_table(path: str, names: tuple[str, ...], source: OpenedSource) -> Table:
+def _open_source(
+    path: str, names: tuple[str, ...], dtypes: dict[str, str], settings: dict[str, Any]
+) -> Table:
+    """Return what open_data opens with these arguments as a table."""
+    types = {name: _parse_dtype(name, text) for name, text in dtypes.items()}
+    arguments = {"columns": names or None, **settings}
+    format_name = arguments.pop("format", None)
+    options = OpenOptions(
+        **arguments, dtypes=types, typed_records=TYPED_RECORDS, tables_in_memory=1
+    )
+    source = open_named([path], format_name, options)
+    return _source_table(path, options.columns or (), source, settings)
+
+
+def _source_table(
+    path: str, names: tuple[str, ...], source: OpenedSource, settings: dict[str, Any]
+) -> Table:
     """Return a source of numbers as a table, whose first row has the types of the columns."""
     reader = _SourceReader(path, names, source)
     columns: dict[str, Column] = {}
@@ -117,7 +135,10 @@ def _source_table(path: str, names: tuple[str, ...], source: OpenedSource) -> Ta
             problem = f"column {name} is {source.columns[name]}, not numbers or lists of them"
             raise input_error(path, problem, "--columns without it")
         columns[name] = column
-    return Table(path, columns, _identify_source(source), reader, len(source))
+    identity = _identify_source(source)
+    if settings:
+        identity["settings"] = repr(settings)
+    return Table(path, columns, identity, reader, len(source))
 
 
 @dataclass(frozen=True)

@@ -102,10 +102,10 @@ def _find_column(file: Path, name: str, array: Any) -> Column:
         kind = f"a {type(array).__name__.lower()}"  # group, datatype
         if array is None:
             kind = "a link that leads nowhere"
-        raise InputError(f"{file}: {name} is {kind}, not rows of numbers", "omit it (columns=...)")
+        raise InputError(f"{file}: {name} is {kind}, not rows of numbers", "columns= without it")
     if array.ndim == 0 or array.dtype.kind not in "biuf":
         kind = "a single value" if array.ndim == 0 else f"of type {array.dtype}"
-        raise InputError(f"{file}: {name} is {kind}, not rows of numbers", "omit it (columns=...)")
+        raise InputError(f"{file}: {name} is {kind}, not rows of numbers", "columns= without it")
     return Column(array.dtype.newbyteorder("="), array.shape[1:])
 
 
