@@ -92,14 +92,14 @@ def test_a_setting_that_is_none_is_refused(text: str, run: Any) -> None:
     code, _, err = run(f"check a.csv --set {text}")
     assert (code, err) == (
         2,
-        f"error: --set {text}. HINT: --set NAME=VALUE, of block, columns, dtype, format, header\n",
+        f"error: --set {text}. HINT: --set NAME=VALUE, of block, columns, header, dtype, format\n",
     )
 
 
 def test_shards_have_columns_alone(run: Any, tmp_path: Path) -> None:
     scalar(tmp_path)
     assert (
-        "a.h5: block= is not of shards. HINT: --set columns= alone"
+        "a.h5 holds shards, not block. HINT: --set columns= alone"
         in run("check a.h5 --set block=2")[2]
     )
 

@@ -452,17 +452,17 @@ REFUSED: dict[str, tuple[Make, dict[str, Any], str]] = {
     "other columns in a second Parquet file": (
         steps(table("a.parquet", x=[1]), table("b.parquet", x=[1.5])),
         {},
-        "b.parquet has other columns than .*: x: double, not x: int64",
+        "b.parquet has other columns than .*: <x: double>, not <x: int64>",
     ),
     "another order of columns in a second Parquet file": (
         steps(table("a.parquet", x=[1], y=[2]), table("b.parquet", y=[2], x=[1])),
         {},
-        "b.parquet has other columns than .*: y: int64, not x: int64",
+        "b.parquet has other columns than .*: <y: int64>, not <x: int64>",
     ),
     "fewer columns in a second Parquet file": (
         steps(table("a.parquet", x=[1], y=[2]), table("b.parquet", x=[1])),
         {},
-        "b.parquet has other columns than .*: no more, not y: int64",
+        "b.parquet has other columns than .*: <nothing: null>, not <y: int64>",
     ),
     "an image of a kind that is not read": (
         steps(image("a/0.png"), image("a/1.gif")),
@@ -578,3 +578,9 @@ def test_a_column_of_identifiers_of_64_bits_is_not_rounded(form: str, tmp_path: 
     jsonl(f'{{"x": {form.format(2**64 - 1)}}}\n{{"x": {form.format(2)}}}\n')(tmp_path)
     with pytest.raises(InputError, match=r"record 0: x .* too large for int64"):
         open_data(tmp_path).read(np.arange(2))
+
+
+def test_a_later_value_of_another_type_is_no_damage_of_the_file(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(ONE * 256 + '{"x": 1.5}\n')
+    with pytest.raises(InputError, match=r"record 256: x .* HINT: correct the file; or columns="):
+        open_data(tmp_path).read(np.arange(257))

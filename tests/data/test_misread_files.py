@@ -322,3 +322,13 @@ def test_hidden_files_are_left_out_behind_a_url_as_in_a_folder(
     monkeypatch.setattr(remote, "list_urls", lambda path: [f"{url}{name}" for name in names])
     assert relate(list_names(url + pattern), url) == ["a.csv", "b/c.csv"]
     assert relate(list_names(str(tmp_path)), str(tmp_path)) == ["a.csv", "b/c.csv"]
+
+
+def test_an_answer_of_a_server_is_not_shown_in_an_error() -> None:
+    class Refusal(Exception):
+        status = 400
+        message = "Bad status line:\n Expected HTTP/:\n\n b'secret,1'"
+
+    with pytest.raises(InputError, match=r"x\.csv: HTTP 400 Bad status line:\. HINT: ") as error:
+        remote._raise_final("http://h/x.csv", Refusal(Refusal.message))
+    assert "secret" not in str(error.value)

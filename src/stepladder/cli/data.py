@@ -24,10 +24,8 @@ from stepladder.data.local_files import Feedback
 # Reads the text of an argument of open_data; the names are those that --set takes.
 SETTINGS: dict[str, Callable[[str], Any]] = {
     "block": lambda text: parse_whole_number(text, 1),
-    "columns": lambda text: tuple(text.split(",")),
-    "dtype": str,
-    "format": str,
-    "header": lambda text: tuple(text.split(",")),
+    **dict.fromkeys(("columns", "header"), lambda text: tuple(text.split(","))),
+    **dict.fromkeys(("dtype", "format"), str),
 }
 # A setting in a HINT, as Python has it.
 SETTING = re.compile(rf"\b({'|'.join(SETTINGS)})=(\[.*?\]|\".*?\"|)")
@@ -102,10 +100,7 @@ def info(
             facts = describe_source(path_or_name, given)
         else:
             facts = describe_data(_locate(path_or_name), check, given)
-    if as_json:
-        echo_json(facts)
-    else:
-        _show(facts)
+    _show(facts, as_json)
 
 
 @command.command()
@@ -120,10 +115,7 @@ def check(path: PathName, *, settings: SetTexts = (), as_json: AsJson = False) -
     if find_shard_folders(Path(path)):
         with _parse_settings(settings) as given:
             facts = describe_shards(Path(path), True, given)
-        if as_json:
-            echo_json(facts)
-        else:
-            _show(facts)
+        _show(facts, as_json)
         return
     with _parse_settings(settings) as given:
         source = open_described(path, given)
@@ -324,8 +316,11 @@ def _locate(path_or_name: str) -> Path:
     return path
 
 
-def _show(facts: dict[str, Any]) -> None:
+def _show(facts: dict[str, Any], as_json: bool) -> None:
     """Print facts about data."""
+    if as_json:
+        echo_json(facts)
+        return
     echo(f"{facts['path']}: {facts['dataset']}, {facts['bytes']:,} bytes")
     for file in facts.get("files", []):
         echo(_file_line(file))

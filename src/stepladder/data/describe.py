@@ -54,9 +54,7 @@ def describe_data(
             "num_files": 1,
             "columns": {name: str(column) for name, column in table.columns.items()},
         }
-    ratings_file = find_file(path)
-    if ratings_file is None and zipfile.is_zipfile(path):
-        ratings_file = path
+    ratings_file = find_file(path) or (path if zipfile.is_zipfile(path) else None)
     if ratings_file is not None:
         return _describe_ratings(path, ratings_file)
     if find_format(list_names(str(path))) is not None:
@@ -186,8 +184,8 @@ def describe_shards(
     Raises:
         InputError: A shard is missing or damaged; it names the chunk.
     """
-    if others := set(settings or ()) - {"columns"}:
-        raise InputError(f"{path}: {min(others)}= is not of shards", "columns= alone")
+    if settings and list(settings) != ["columns"]:
+        raise InputError(f"{path} holds shards, not {', '.join(settings)}", "columns= alone")
     parts = []
     for name, folder in find_shard_folders(path).items():
         shards = Shards(folder, **(settings or {}))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from stepladder.core.errors import InputError, to_one_line
 
 DAMAGE_HINT = "correct the file, or copy it again; stepladder data check PATH lists such records"
-ENCODING_HINT = "iconv -f LATIN1 -t UTF-8 FILE > NEW_FILE, if it is of that encoding"
+ENCODING_HINT = "iconv -f LATIN1 -t UTF-8 FILE > NEW_FILE if it is Latin-1; or copy the file again"
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ def describe_error(file: str, row: int, error: Exception) -> Damage:
     return Damage(file, row, 1, getattr(error, "problem", None) or str(error))
 
 
-def locate_error(file: str, row: int, error: Exception) -> InputError:
+def locate_error(file: str, row: int, error: Exception, hint: str = DAMAGE_HINT) -> InputError:
     """Return the error of one record of a file, with its own HINT if it has one."""
-    usual_hint = ENCODING_HINT if isinstance(error, UnicodeDecodeError) else DAMAGE_HINT
-    hint = getattr(error, "hint", usual_hint)
-    return InputError(str(describe_error(file, row, error)), hint)
+    if isinstance(error, UnicodeDecodeError):
+        hint = ENCODING_HINT
+    return InputError(str(describe_error(file, row, error)), getattr(error, "hint", hint))

@@ -93,8 +93,8 @@ def _read_head(file: DataFile) -> bytes:
         command = "tail -n +2"
     else:
         return head
-    path = PurePath(file.name)
-    hint = f"{command} {shlex.quote(str(path))} > {shlex.quote(f'new-{path.name}')}"
+    names = map(shlex.quote, (file.name, f"new-{PurePath(file.name).name}"))
+    hint = f"{command} {' > '.join(names)}"
     raise InputError(f"{file.name}: {problem}", hint)
 
 

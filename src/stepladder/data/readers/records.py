@@ -14,7 +14,7 @@ import numpy as np
 from stepladder.core.errors import InputError
 from stepladder.core.order import IndexArray
 from stepladder.data.local_files import make_change_error
-from stepladder.data.readers.batches import DECODE_HINT, Sample, stack_values
+from stepladder.data.readers.batches import COLUMN_HINT, DECODE_HINT, Sample, stack_values
 from stepladder.data.readers.damage import Damage, describe_error, locate_error
 from stepladder.data.readers.file_rows import FileRows
 from stepladder.data.readers.files import DataFile
@@ -194,7 +194,8 @@ class RecordSource(FileRows):
         try:
             self._stack(name, [sample])
         except (ValueError, InputError) as error:
-            raise locate_error(*self._find_record(index), error) from error
+            hint = f"correct the file; or {COLUMN_HINT}"
+            raise locate_error(*self._find_record(index), error, hint) from error
 
     def _stack(self, name: str, samples: list[Sample]) -> Any:
         """Return one column of samples."""

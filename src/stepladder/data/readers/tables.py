@@ -85,13 +85,11 @@ class TableSource(OpenedSource):
         schema, _ = listed[0]
         for file, (file_schema, groups) in zip(files, listed, strict=True):
             if not file_schema.equals(schema):
-                texts = [str(one.remove_metadata()).split("\n") for one in (file_schema, schema)]
-                pairs = zip_longest(*texts, fillvalue="no more")
-                found, first = next(pair for pair in pairs if pair[0] != pair[1])
-                problem = (
-                    f"{file.name} has other columns than {files[0].name}: {found}, not {first}"
-                )
-                raise InputError(problem, "a pattern of files that belong together")
+                fields = zip_longest(file_schema, schema, fillvalue=pa.field("nothing", pa.null()))
+                found, first = next(pair for pair in fields if pair[0] != pair[1])
+                problem = f"{file.name} has other columns than {files[0].name}"
+                found = f"{found}, not {first}".replace("pyarrow.Field", "")
+                raise InputError(f"{problem}: {found}", "a pattern of files that belong together")
             first_row = 0
             for rows, size, read in groups:
                 if rows:

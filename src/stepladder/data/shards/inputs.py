@@ -114,18 +114,17 @@ def _open_source(
 ) -> Table:
     """Return what open_data opens with these arguments as a table."""
     types = {name: _parse_dtype(name, text) for name, text in dtypes.items()}
-    arguments = {"columns": names or None, **settings}
-    format_name = arguments.pop("format", None)
+    others = {name: value for name, value in settings.items() if name != "format"}
     options = OpenOptions(
-        **arguments, dtypes=types, typed_records=TYPED_RECORDS, tables_in_memory=1
+        names or None, dtypes=types, typed_records=TYPED_RECORDS, tables_in_memory=1, **others
     )
-    source = open_named([path], format_name, options)
-    return _source_table(path, options.columns or (), source, settings)
+    table = _source_table(path, names, open_named([path], settings.get("format"), options))
+    if settings:
+        table.identity["settings"] = repr(settings)
+    return table
 
 
-def _source_table(
-    path: str, names: tuple[str, ...], source: OpenedSource, settings: dict[str, Any]
-) -> Table:
+def _source_table(path: str, names: tuple[str, ...], source: OpenedSource) -> Table:
     """Return a source of numbers as a table, whose first row has the types of the columns."""
     reader = _SourceReader(path, names, source)
     columns: dict[str, Column] = {}
@@ -135,10 +134,7 @@ def _source_table(
             problem = f"column {name} is {source.columns[name]}, not numbers or lists of them"
             raise input_error(path, problem, "--columns without it")
         columns[name] = column
-    identity = _identify_source(source)
-    if settings:
-        identity["settings"] = repr(settings)
-    return Table(path, columns, identity, reader, len(source))
+    return Table(path, columns, _identify_source(source), reader, len(source))
 
 
 @dataclass(frozen=True)

@@ -98,13 +98,16 @@ def _inspect_file(file: Path, names: tuple[str, ...] | None) -> tuple[dict[str, 
 
 
 def _find_column(file: Path, name: str, array: Any) -> Column:
-    if not hasattr(array, "ndim"):  # a group, or None for a link that leads nowhere
+    kind = ""
+    if array is None:
+        kind = "a link that leads nowhere"
+    elif not hasattr(array, "ndim"):
         kind = f"a {type(array).__name__.lower()}"  # group, datatype
-        if array is None:
-            kind = "a link that leads nowhere"
-        raise InputError(f"{file}: {name} is {kind}, not rows of numbers", "columns= without it")
-    if array.ndim == 0 or array.dtype.kind not in "biuf":
-        kind = "a single value" if array.ndim == 0 else f"of type {array.dtype}"
+    elif array.ndim == 0:
+        kind = "a single value"
+    elif array.dtype.kind not in "biuf":
+        kind = f"of type {array.dtype}"
+    if kind:
         raise InputError(f"{file}: {name} is {kind}, not rows of numbers", "columns= without it")
     return Column(array.dtype.newbyteorder("="), array.shape[1:])
 
