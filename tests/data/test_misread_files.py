@@ -329,6 +329,6 @@ def test_an_answer_of_a_server_is_not_shown_in_an_error() -> None:
         status = 400
         message = "Bad status line:\n Expected HTTP/:\n\n b'secret,1'"
 
-    with pytest.raises(InputError, match=r"x\.csv: HTTP 400 Bad status line:\. HINT: ") as error:
+    with pytest.raises(InputError, match=r"x\.csv: HTTP 400 Bad status line\. HINT: ") as error:
         remote._raise_final("http://h/x.csv", Refusal(Refusal.message))
     assert "secret" not in str(error.value)

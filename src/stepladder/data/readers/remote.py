@@ -233,7 +233,7 @@ def _raise_final(name: str, error: Exception) -> None:
     if status == CHANGED_STATUS:
         raise make_change_error(name) from error
     if 400 <= status < 500 and status not in RETRIED_STATUSES:
-        reason = str(getattr(cause, "message", "")).partition("\n")[0]  # of a part of the answer
+        reason = str(getattr(cause, "message", "")).partition(":")[0]  # which the answer follows
         problem = f"{name}: HTTP {status} {reason}"
         raise InputError(problem, "a URL that can be read without a login") from error
     if isinstance(cause, (PermissionError, NotImplementedError)):
