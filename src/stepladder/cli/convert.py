@@ -93,10 +93,15 @@ def write_files(result: Conversions, script: Path, target: Path) -> list[Path]:
         paths = dict.fromkeys(result.files, target)
     else:
         folder = target.with_suffix("")
-        paths = {name: folder / name for name in result.files}
+        paths = {name: folder / name for name in result.sources}
+        for name in result.sources:  # packages that are imported
+            for package in Path(name).parents:
+                if (package / "__init__.py").is_file():
+                    paths[str(package / "__init__.py")] = folder / package / "__init__.py"
     for name, path in paths.items():
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_output(path, result.files[name], "--write")
+        text = result.sources.get(name) or Path(name).read_text(encoding="utf-8")
+        write_output(path, text, "--write")
     return list(paths.values())
 
 
@@ -120,10 +125,11 @@ def _show_end(result: Conversions, script: Path, written: list[Path], is_partial
         echo(f"not offered: rung {result.stopped}")
     for path in written:
         echo(f"written: {path}")
-    if len(written) == 1:
-        echo(f"to start it on two processes: stepladder run --nproc 2 {written[0]}")
+    if written:
+        [main] = [path for path in written if len(written) == 1 or path.name == script.name][:1]
+        echo(f"to start it on two processes: stepladder run --nproc 2 {main}")
         submit = "stepladder submit --dry-run --nodes 2 --nproc 2 -- run"
-        echo(f"to see its batch script for two nodes: {submit} {written[0]}")
+        echo(f"to see its batch script for two nodes: {submit} {main}")
     elif is_partial:
         echo("not written: without rung c each process would train a model of its own")
     elif result.files and not written:

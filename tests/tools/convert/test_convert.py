@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from processes import run
+from stepladder.cli.convert import write_files
 from stepladder.tools.convert.convert import ConversionRequest, Conversions, Converter, convert
 from stepladder.tools.convert.ladder import RUNGS, Rung, compose
 from stepladder.tools.convert.proof import RungProof
@@ -70,6 +71,69 @@ def test_samples_that_are_cut_by_hand_are_left_to_a_person(
     assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
 
 
+CARRIED = """\
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+lstm, state = nn.LSTM(4, 8), None
+optimizer = torch.optim.SGD(lstm.parameters(), lr=0.1)
+for x, in DataLoader(TensorDataset(torch.randn(64, 3, 4)), 8):
+    optimizer.zero_grad()
+    output, state = lstm(x, state)
+    state = tuple(each.detach() for each in state)
+    output.square().mean().backward()
+    optimizer.step()
+"""
+ONE_LINE = """\
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loaders = [DataLoader(TensorDataset(torch.randn(count, 4)), 8) for count in (64, 33)]
+for epoch in range(2):
+    for x, in loaders[0]:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+    with torch.no_grad():
+        print(sum(model(x).sum().item() for x, in loaders[1]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (CARRIED, "train.py:9 gives the model what it has returned a step before"),
+        (ONE_LINE, "train.py:6 makes loaders for training and for evaluation: write a line for"),
+    ],
+)
+def test_samples_that_cannot_be_shared_are_left_to_a_person(
+    text: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "train.py").write_text(text)
+    assert (
+        f"b, share the training samples: {reason}" in convert_in(tmp_path, monkeypatch, "b").stopped
+    )
+
+
+def test_a_folder_has_all_files_of_the_script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "nets").mkdir()
+    (tmp_path / "nets" / "__init__.py").write_text("")
+    sources = {"train.py": "from nets import a", "nets/a.py": "import torch", "nets/b.py": "1"}
+    changed = {name: sources[name] for name in ("train.py", "nets/a.py")}
+    target = tmp_path / "train_ddp.py"
+    written = write_files(Conversions([], changed, "", sources), tmp_path / "train.py", target)
+    names = {path.relative_to(tmp_path / "train_ddp").as_posix() for path in written}
+    assert names == {*sources, "nets/__init__.py"}
+    assert all(path.is_file() for path in written)
+
+
 @pytest.mark.slow
 @pytest.mark.corpus
 @pytest.mark.parametrize(
@@ -89,6 +153,7 @@ def test_a_script_of_another_kind_climbs_the_whole_ladder(
     assert result.stopped == ""
     assert not any(rung.not_judged for rung in result.rungs if rung.rung.letter == "e")
     assert expected in result.files["train.py"]
+    assert name != "logged" or "print(mean_over_processes(result))" in result.files["train.py"]
     (tmp_path / "train_ddp.py").write_text(result.files["train.py"])
     done = run("run", "--nproc", "2", "train_ddp.py", cwd=tmp_path)
     assert done.returncode == 0, done.stderr

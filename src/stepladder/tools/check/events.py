@@ -283,6 +283,10 @@ class NamesInUse(ProbeEvent, kind="names"):
     uses: Sequence[Sequence[Any]] = ()
 
 
+class CarriedState(ProbeEvent, kind="carried"):
+    """A module is called with what it has returned in the step before, as a stateful LSTM is."""
+
+
 class NamesWhereBuilt(ProbeEvent, kind="namesbuilt"):
     """An optimizer is about to be built."""
 

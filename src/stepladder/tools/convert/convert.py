@@ -85,11 +85,13 @@ class Conversions:
         rungs: The rungs that hold, in their order.
         files: The new text of each file that changes, by its path in the folder.
         stopped: Why the next rung is not offered; empty if all hold.
+        sources: The text of each file of the script, as it is then.
     """
 
     rungs: list[ProvedRung] = field(default_factory=list)
     files: dict[str, str] = field(default_factory=dict)
     stopped: str = ""
+    sources: dict[str, str] = field(default_factory=dict)
 
 
 def convert(
@@ -142,7 +144,8 @@ class Converter:
             try:
                 edits, edited, proof = self.choose_way(conversion, rung, steps)
             except CannotConvert as reason:
-                return Conversions(proved, files, f"{rung.letter}, {rung.title}: {reason}")
+                stopped = f"{rung.letter}, {rung.title}: {reason}"
+                return Conversions(proved, files, stopped, texts)
             steps.append(edits)
             files = _texts_of(edited)
             diffs = [diff(name, texts[name], text) for name, text in files.items()]
@@ -152,7 +155,7 @@ class Converter:
             on_rung(proved[-1])
             if rung.letter == self.request.last:
                 break
-        return Conversions(proved, files)
+        return Conversions(proved, files, "", texts)
 
     def observe(self) -> Conversion:
         """Run the script as it is, on one process.
@@ -256,13 +259,18 @@ class Converter:
         tried: dict[tuple[str, int, int], list[str]] = {}  # by the file and place of an expression
         candidate, edited = edits, compose(conversion.files, [*steps, edits])
         while proof.wrong_numbers:
+            moved = set[tuple[str, int, int]]()  # several numbers may be one expression
             for number in proof.wrong_numbers:
                 location, position = number.location, number.position
                 file = conversion.files.get(location.file)
                 node = file and find_shown_expression(file, location.line, number.text, position)
                 if not file or not node:
                     return candidate, edited, proof
-                helpers = tried.setdefault((file.name, file.start(node), file.end(node)), [])
+                key = (file.name, file.start(node), file.end(node))
+                if key in moved:
+                    continue
+                moved.add(key)
+                helpers = tried.setdefault(key, [])
                 if len(helpers) == len(WAYS_TO_MEND):
                     return candidate, edited, proof
                 order = WAYS_TO_MEND if number.is_counter else WAYS_TO_MEND[::-1]

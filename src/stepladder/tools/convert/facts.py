@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from stepladder.tools.check.events import (
     Backward,
+    CarriedState,
     FileMove,
     FileRemoval,
     FileWrite,
@@ -44,6 +45,12 @@ class LoaderFacts:
     @property
     def is_evaluation(self) -> bool:
         return any(not one_pass.is_training for one_pass in self.passes)
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether the line makes loaders for training, and others for evaluation."""
+        trained = {one_pass.start.loader for one_pass in self.passes if one_pass.is_training}
+        return self.is_training and any(p.start.loader not in trained for p in self.passes)
 
 
 class ScriptFacts:
@@ -152,6 +159,10 @@ class ScriptFacts:
     @cached_property
     def backwards(self) -> list[Location]:
         return self.locations(Backward)
+
+    @cached_property
+    def carried(self) -> list[Location]:
+        return self.locations(CarriedState)
 
     @cached_property
     def writes(self) -> list[Location]:

@@ -89,6 +89,8 @@ def share_batches(loader):
     "sum_over_processes": '''\
 def sum_over_processes(value):
     """Return the sum of a number or a tensor over all processes; lists are joined."""
+    if isinstance(value, tuple):
+        return tuple(map(sum_over_processes, value))
     value = value.cpu() if torch.is_tensor(value) else value
     parts = [None] * dist.get_world_size()
     dist.all_gather_object(parts, value)
@@ -96,6 +98,8 @@ def sum_over_processes(value):
     "mean_over_processes": '''\
 def mean_over_processes(value):
     """Return the mean of a number over all processes."""
+    if isinstance(value, tuple):
+        return tuple(map(mean_over_processes, value))
     return sum_over_processes(value) / dist.get_world_size()''',
     "inner_model": '''\
 def inner_model(model):

@@ -159,6 +159,10 @@ def differing(runs: FrozenRuns) -> Iterator[Judgement]:
         violation = shown.compare(number)
         if line and violation:
             yield line, index, violation.evidence, False
+    expected = _series_of(runs.reference)
+    for line, caller, index in _series_of(runs.compared).keys() - expected.keys():
+        if line and (line, caller, 0) in expected:
+            yield line, 0, f"shows more than the {index} numbers of one process", False
 
 
 def local(runs: FrozenRuns) -> Iterator[Judgement]:

@@ -127,7 +127,8 @@ def _first_call(file: SourceText, line: int) -> ast.stmt:
 
 
 def add(edits: Edits, file: SourceText, *more: Edit) -> None:
-    edits.setdefault(file.name, []).extend(more)
+    known = edits.setdefault(file.name, [])
+    known.extend(edit for edit in more if edit not in known)
 
 
 def _find_training(conversion: Conversion) -> tuple[SourceText, ast.stmt, ast.stmt]:
@@ -169,33 +170,48 @@ def _wrap_loaders(
     for loader in conversion.facts.loaders:
         if not conversion.is_known(loader.built) or loader.is_training is not of_training:
             continue
-        shown = f"{loader.built.file}:{loader.built.line}"
-        calls = conversion.calls(loader.built, "DataLoader")
-        if len(calls) != 1:
-            raise CannotConvert(
-                f"{shown} has {len(calls)} calls of DataLoader: one on a line can be shared,"
-                " in a file of the folder that you start in"
-            )
-        if loader.passes[0].start.iterable:
-            raise CannotConvert(
-                f"{shown} reads a stream: let each process skip the samples of the others"
-            )
-        arguments = {keyword.arg: keyword.value for keyword in calls[0].keywords}
-        if of_training and "batch_sampler" in arguments:
-            raise CannotConvert(
-                f"{shown} has batches of its own: each process must take a part of each"
-            )
+        call = _find_call_of(conversion, loader)
         file = conversion.file(loader.built)
-        if divides and isinstance(arguments.get("batch_size"), ast.Name | ast.Attribute):
-            size = file.text_of(arguments["batch_size"])
+        value = next((item.value for item in call.keywords if item.arg == "batch_size"), None)
+        if divides and isinstance(value, ast.Name | ast.Attribute):
+            size = file.text_of(value)
             statement = conversion.statement(loader.built)
             add(edits, file, file.insert_after(statement, f"{size} = share_of_batch({size})"))
-        add(edits, file, *file.wrap(calls[0], f"{helper}("))
+        add(edits, file, *file.wrap(call, f"{helper}("))
     return edits
+
+
+def _find_call_of(conversion: Conversion, loader: LoaderFacts) -> ast.Call:
+    """Return the call that makes a loader.
+
+    Raises:
+        CannotConvert: Its samples cannot be shared.
+    """
+    calls = conversion.calls(loader.built, "DataLoader")
+    reason = ""
+    if len(calls) != 1:
+        reason = (
+            f"has {len(calls)} calls of DataLoader: one on a line can be shared, in a file of the"
+            " folder that you start in"
+        )
+    elif loader.is_mixed:
+        reason = "makes loaders for training and for evaluation: write a line for each"
+    elif loader.passes[0].start.iterable:
+        reason = "reads a stream: let each process skip the samples of the others"
+    elif loader.is_training and any(item.arg == "batch_sampler" for item in calls[0].keywords):
+        reason = "has batches of its own: each process must take a part of each"
+    if reason:
+        raise CannotConvert(f"{loader.built.file}:{loader.built.line} {reason}")
+    return calls[0]
 
 
 def share_training_samples(conversion: Conversion) -> Edits:
     """Give each process its share of each training batch."""
+    for location in conversion.facts.carried:
+        raise CannotConvert(
+            f"{location.file}:{location.line} gives the model what it has returned a step before:"
+            " each process would go on from samples of another one"
+        )
     return _wrap_loaders(conversion, of_training=True, helper="share_samples")
 
 
@@ -460,7 +476,7 @@ def find_lines_not_judged(conversion: Conversion) -> Iterator[tuple[SourceText, 
     for (line, *_), series in read_series(facts.log).items():
         if line and not any(series.values):
             judged.discard(facts.location(line))
-    for file, call in _calls_of(conversion, "print"):
+    for file, call in (*_calls_of(conversion, "print"), *_calls_of(conversion, "sys.stdout.write")):
         locations = {Location(file.name, line) for line in lines_of(call)}
         is_fixed = all(isinstance(argument, ast.Constant) for argument in call.args)
         if not is_fixed and not judged & locations:

@@ -26,6 +26,7 @@ from stepladder.tools.check.probe.probe_log import current_log
 from stepladder.tools.probe.events import CodeLine
 
 MAX_PRINTED_TEXT = 400
+MAX_PRINTED_ITEMS = 32  # of a container
 REMOVAL_EVENTS = ("os.remove", "os.rmdir", "shutil.rmtree")
 LOCK_EVENTS = ("fcntl.flock", "fcntl.lockf")
 START_ATTRIBUTE = "_stepladder_start"  # of a thread
@@ -91,9 +92,17 @@ def number_or_text(value: Any) -> Any:
 
 @default_on_error(str)
 def printed_text(values: Iterable[Any]) -> str:
-    """Return what is printed, without objects other than text and numbers."""
-    shown = [str(value) for value in values if isinstance(value, PRINTED_TYPES)]
-    return " ".join(shown)[:MAX_PRINTED_TEXT]
+    """Return what is printed, without objects other than text, numbers and small containers."""
+    return " ".join(map(str, filter(is_printed, values)))[:MAX_PRINTED_TEXT]
+
+
+def is_printed(value: Any, depth: int = 2) -> bool:
+    if isinstance(value, (dict, list, tuple)):
+        parts = value.values() if isinstance(value, dict) else value
+        is_small = depth > 0 and len(value) <= MAX_PRINTED_ITEMS
+        return is_small and all(is_printed(part, depth - 1) for part in parts)
+    count = getattr(value, "numel", lambda: getattr(value, "size", None))  # torch's, and NumPy's
+    return isinstance(value, PRINTED_TYPES) or count() == 1
 
 
 def message_event(call: WrappedCall) -> Print | None:

@@ -8,16 +8,20 @@ from itertools import islice
 from types import FrameType
 from typing import Any
 
+import torch
 from torch import nn, optim
+from torch.nn.modules.module import register_module_forward_hook
 from torch.optim import optimizer as optimizers
 
-from stepladder.tools.check.events import NamesInUse, NamesWhereBuilt
-from stepladder.tools.check.probe import hooks_data, hooks_model, hooks_train
+from stepladder.tools.check.events import CarriedState, NamesInUse, NamesWhereBuilt
+from stepladder.tools.check.probe import digests, hooks_data, hooks_model, hooks_train
 from stepladder.tools.check.probe.patching import WrappedCall, wrap
 from stepladder.tools.check.probe.probe_log import current_log
 
 MAX_FRAMES = 8
 
+# By the id of a module, what it has returned: kept, so that no other tensor gets its memory.
+returned: dict[int, dict[int, torch.Tensor]] = {}
 recorded: set[tuple[int, str, int]] = set()  # the id of an object, the file and the line of its use
 
 
@@ -28,6 +32,7 @@ def attach() -> None:
     wrap(hooks_train, "record_schedule_step", partial(record_owner, "schedule"))
     wrap(optim.Optimizer, "__init__", record_models_beside)
     optimizers.register_optimizer_step_pre_hook(lambda item, *_: record_names("optimizer", item))
+    register_module_forward_hook(record_carried, always_call=False)
 
 
 def record_owner(what: str, hook: WrappedCall) -> Any:
@@ -65,6 +70,23 @@ def record_models_beside(call: WrappedCall) -> Any:
         line = current_log().line_of(frame)
         current_log().write(NamesWhereBuilt(models=models), line)
     return call.run()
+
+
+def record_carried(module: nn.Module, args: Any, output: Any) -> None:
+    """Record that a module gets what it has returned in another step, where gradients end."""
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return
+    inputs = by_memory(args)
+    earlier = returned.get(id(module), {})
+    if any(key in earlier and not value.requires_grad for key, value in inputs.items()):
+        current_log().write(CarriedState(), current_log().user_line())
+    outputs = by_memory(output)
+    returned[id(module)] = {key: outputs[key].detach() for key in outputs.keys() - inputs.keys()}
+
+
+def by_memory(value: Any) -> dict[int, torch.Tensor]:
+    tensors = [each for each in digests.leaves(value) if isinstance(each, torch.Tensor)]
+    return {each.untyped_storage().data_ptr(): each for each in tensors if each.numel()}
 
 
 def user_frames() -> Iterator[FrameType]:
