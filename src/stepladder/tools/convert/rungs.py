@@ -210,7 +210,7 @@ def share_training_samples(conversion: Conversion) -> Edits:
     for location in conversion.facts.carried:
         raise CannotConvert(
             f"{location.file}:{location.line} gives the model what it has returned a step before:"
-            " each process would go on from samples of another one"
+            " each process would continue from samples of another one"
         )
     return _wrap_loaders(conversion, of_training=True, helper="share_samples")
 
