@@ -230,8 +230,10 @@ class Converter:
         with chdir(copy / self.style.subfolder):
             report = checking.check(request)
         if report.exit_code:
-            matches = [f"{item.rule}, line {item.location.line}" for item in report.findings]
-            proof.broken.extend(matches or [f"check --resume: {report.not_checked}"])
+            failure = report.not_checked
+            texts = [(failure.output or failure.line).strip().splitlines()[-1]] if failure else []
+            texts += [f"{item.rule}: {item.what or item.evidence}" for item in report.findings]
+            proof.broken.append(f"check --resume: {'; '.join(texts)}")
         else:
             proof.holds.extend(report.held)
 
