@@ -220,6 +220,12 @@ class FileRemoval(ProbeEvent, kind="removed"):
     path: str
 
 
+class FolderMade(ProbeEvent, kind="folder"):
+    """The script makes a folder in its folder, or tries to."""
+
+    path: str
+
+
 class PathSearch(ProbeEvent, kind="looked"):
     """The script has looked whether a path exists."""
 

@@ -13,6 +13,7 @@ from stepladder.tools.check.events import (
     FileMove,
     FileRemoval,
     FileWrite,
+    FolderMade,
     Forward,
     NamesInUse,
     NamesWhereBuilt,
@@ -167,6 +168,10 @@ class ScriptFacts:
     @cached_property
     def writes(self) -> list[Location]:
         return self.locations(FileWrite, FileMove, FileRemoval)
+
+    @cached_property
+    def folders(self) -> list[Location]:
+        return self.locations(FolderMade)
 
     def locations(self, *kinds: type[ProbeEvent]) -> list[Location]:
         lines = [event.at for event in self.log.select(*kinds) if event.at]

@@ -488,11 +488,11 @@ def write_once(conversion: Conversion, save: str = "save_once") -> Edits:
     edits: Edits = {}
     for file, call in _calls_of(conversion, "torch.save"):
         add(edits, file, file.replace(call.func, save))
-    for name in ("os.makedirs", "os.mkdir"):
-        for file, call in _calls_of(conversion, name):
-            if len(call.args) == 1 and not call.keywords:
-                folder = file.text_of(call.args[0])
-                add(edits, file, file.replace(call, f"os.makedirs({folder}, exist_ok=True)"))
+    for location in filter(conversion.is_known, conversion.facts.folders):
+        calls = [*conversion.calls(location, "mkdir"), *conversion.calls(location, "makedirs")]
+        file = conversion.file(location)
+        if calls and "exist_ok=True" not in file.text_of(calls[0]):
+            add(edits, file, *file.guard(conversion.statement(location), RANK_0))
     for location in _find_other_writes(conversion):
         file = conversion.file(location)
         statement = conversion.statement(location)

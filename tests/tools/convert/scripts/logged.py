@@ -1,9 +1,10 @@
 """Logs, rarely, the loss of a batch, and prints a tuple of a sum of means and a share.
 
-The trained model has two names where its optimizer is made.
+The trained model has two names where its optimizer is made. A second process cannot make the folder.
 """
 
 import logging
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -34,7 +35,8 @@ class Trainer:
                 count += len(y)
             result = total, right / count
             print(result)
-        torch.save(model, "model.pt")
+        Path("results").mkdir()
+        torch.save(model, "results/model.pt")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,14 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from stepladder.tools.check.events import FileMove, FileRemoval, FileWrite, PathSearch, Print
+from stepladder.tools.check.events import (
+    FileMove,
+    FileRemoval,
+    FileWrite,
+    FolderMade,
+    PathSearch,
+    Print,
+)
 from stepladder.tools.check.probe import pause
 from stepladder.tools.check.probe.patching import (
     WrappedCall,
@@ -39,7 +46,7 @@ METRIC_LOGGERS = {
 }
 
 
-changes: set[FileWrite | FileRemoval] = set()
+changes: set[FileWrite | FileRemoval | FolderMade] = set()
 searches: set[tuple[str, CodeLine | None]] = set()
 
 
@@ -140,6 +147,8 @@ def audit(event: str, args: tuple[Any, ...]) -> None:
         record_change(FileWrite(path=path_in_copy(path), locked=True))
     if event in REMOVAL_EVENTS and isinstance(args[0], str | bytes | Path):
         record_change(FileRemoval(path=path_in_copy(os.fsdecode(args[0]))))
+    if event == "os.mkdir" and isinstance(args[0], str | bytes | Path):
+        record_change(FolderMade(path=path_in_copy(os.fsdecode(args[0]))))
     if event == "open" and isinstance(args[0], str | bytes) and "w" in str(args[1]):
         record_change(FileWrite(path=path_in_copy(os.fsdecode(args[0]))))
 
@@ -150,7 +159,7 @@ def remember_start(call: WrappedCall) -> Any:
     return call.run()
 
 
-def record_change(event: FileWrite | FileRemoval) -> None:
+def record_change(event: FileWrite | FileRemoval | FolderMade) -> None:
     """Record a change of the script's folder, once, where the script or its libraries make it.
 
     A thread of a library, such as that of a SummaryWriter, writes for the line that started it.
