@@ -69,8 +69,12 @@ class Training:
 def copy_script(entry: dict[str, Any], copies: Path, scratch: Path) -> Path:
     """Copy the folder of a script and edit the script; return the folder."""
     folder = scratch / "script"
-    shutil.copytree(copies / entry["repository"].replace("/", "+") / entry["folder"], folder)
     script = folder / shlex.split(entry["command"])[0]
+    if "folder" in entry:
+        shutil.copytree(copies / entry["repository"].replace("/", "+") / entry["folder"], folder)
+    else:  # one of ours, for a library without a small script
+        folder.mkdir()
+        shutil.copy(FOLDER / script.name, folder)
     text = script.read_text()
     for old, new in entry.get("edits", []):
         if old not in text:
@@ -120,7 +124,7 @@ def compare_losses(training: Training) -> tuple[str, str]:
 
 def make_row(entry: dict[str, Any], training: Training) -> list[str]:
     """Return a script's row of the table."""
-    name = f"{entry['repository']}: `{entry['folder']}/{shlex.split(entry['command'])[0]}`"
+    name = f"{entry['repository']}: `{entry.get('folder', '.')}/{shlex.split(entry['command'])[0]}`"
     columns = [name.replace("./", ""), entry["commit"][:8]]
     if training.faults:
         return [*columns, "did not run", "", "", "", "", ""]
@@ -143,7 +147,7 @@ def main() -> None:
     report = Report(
         "exchange_scripts.py",
         "Published scripts in shared memory",
-        ["torch", "stepladder", "lightning", "accelerate"],
+        ["torch", "stepladder", "lightning", "accelerate", "transformers"],
         "all",
     )
     rows = []
