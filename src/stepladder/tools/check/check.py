@@ -14,7 +14,7 @@ from stepladder.core.errors import InputError
 from stepladder.core.process_count import validate_process_count
 from stepladder.core.scratch import temporary_folder
 from stepladder.core.signals import exit_on_signals
-from stepladder.tools.check.events import ModelDivided, OptimizerStep, Save
+from stepladder.tools.check.events import Forward, ModelDivided, OptimizerStep, Save
 from stepladder.tools.check.failure import STOPPED_BY_USER, NotChecked, choose_exit_code
 from stepladder.tools.check.fork_servers import ForkServers
 from stepladder.tools.check.held import describe_run
@@ -25,7 +25,12 @@ from stepladder.tools.check.preempt import rehearse
 from stepladder.tools.check.probe_settings import ProbeSettings
 from stepladder.tools.check.rank_processes import RankLaunch
 from stepladder.tools.check.recording import Recording
-from stepladder.tools.check.relations.comparison import compare_with_one_process
+from stepladder.tools.check.relations.comparison import (
+    RELATIONS,
+    causes_of,
+    compare_with_one_process,
+    describe_not_compared,
+)
 from stepladder.tools.check.relations.frozen_runs import FrozenScript, NotComparable
 from stepladder.tools.check.resume import compare_resumed_run
 from stepladder.tools.check.rules.all_rules import (
@@ -33,6 +38,7 @@ from stepladder.tools.check.rules.all_rules import (
     apply_rules,
     apply_source_rules,
     drop_consequences,
+    drop_known,
     drop_suppressed,
 )
 from stepladder.tools.check.rules.evidence import CHECK_TEXTS, Comparison, RunEvidence
@@ -42,8 +48,6 @@ from stepladder.tools.check.script_runs import ScriptRun, ScriptRuns
 from stepladder.tools.check.script_source import ScriptSource, read_source
 from stepladder.tools.findings.finding import Finding, sort_by_severity
 
-# The families of rules whose findings change gradients, or shown numbers.
-CAUSES = frozenset(("data", "model", "metrics"))
 RESUME_NOT_COMPARED = "resume: not compared; to stop the script and start it again: --resume"
 EXPLAINS_A_HANG = ("uneven-steps", "collective-order", "hang")
 # Rules that examine the source as well as the recording: a finding of one is enough.
@@ -269,8 +273,7 @@ class Check:
             findings += shared_gpus(evidence)
         not_checked = self.reason_not_checked(run, findings)
         held = list(describe_run(evidence))
-        knows_cause = has_cause(findings)
-        comparisons = self.compare(run, evidence, scratch_folder, knows_cause)
+        comparisons = self.compare(run, evidence, scratch_folder, findings)
         for comparison in comparisons if not not_checked else ():
             more = drop_suppressed(comparison.findings, self.source)
             findings = drop_consequences([*add_measured_damage(findings, more), *more])
@@ -291,7 +294,7 @@ class Check:
         )
 
     def compare_with_one(
-        self, run: ScriptRun, evidence: RunEvidence, scratch_folder: Path
+        self, run: ScriptRun, evidence: RunEvidence, scratch_folder: Path, known: list[Finding]
     ) -> Comparison:
         """Compare the ranks with one process by frozen weights, where that can be."""
         ranks = len(run.recording.ranks)
@@ -305,10 +308,15 @@ class Check:
         is_cut |= run.outcome.has_stalled
         if ranks < 2 or is_cut or not has_steps or is_divided:
             return Comparison()
+        causes = causes_of(known)
+        if len(causes) == len(RELATIONS):
+            return Comparison(held=describe_not_compared(causes))
+        # Batch statistics of a share are others than those of all samples.
+        neutral = any(event.norms and event.grad for event in evidence.rank_0.select(Forward))
         try:
-            return compare_with_one_process(
-                FrozenScript(run.launch, scratch_folder, ranks), evidence
-            )
+            script = FrozenScript(run.launch, scratch_folder, ranks, neutral)
+            comparison = compare_with_one_process(script, evidence, causes)
+            return replace(comparison, findings=drop_known(comparison.findings, known))
         except NotComparable as error:
             held = [f"not compared with one process: {error}"]
             on_one_node = error.run
@@ -321,7 +329,7 @@ class Check:
         return Comparison(findings, held=held)
 
     def compare(
-        self, run: ScriptRun, evidence: RunEvidence, scratch_folder: Path, knows_cause: bool
+        self, run: ScriptRun, evidence: RunEvidence, scratch_folder: Path, known: list[Finding]
     ) -> Iterator[Comparison]:
         """Yield the comparisons with other runs of the script: on one process, and restarted.
 
@@ -329,11 +337,10 @@ class Check:
             run: The run as it is.
             evidence: Its recording.
             scratch_folder: The folder of this check.
-            knows_cause: Whether a rule has found what a comparison with one process would find.
+            known: What the rules have found.
         """
         request = self.request
-        if not knows_cause:
-            yield self.compare_with_one(run, evidence, scratch_folder)
+        yield self.compare_with_one(run, evidence, scratch_folder, known)
         launch_in = partial(launch_in_new_copy, run.launch, scratch_folder)
         if request.resume:
             yield compare_resumed_run(evidence, launch_in("again"), request.resume_args)
@@ -395,11 +402,6 @@ class Check:
         elif outcome.failed and not is_explained:
             return run.failure
         return None if run.has_trained else no_training(run)
-
-
-def has_cause(findings: list[Finding]) -> bool:
-    """Return whether a rule has found what changes gradients or shown numbers."""
-    return not CAUSES.isdisjoint(family_of(item) for item in findings if item.severity != "note")
 
 
 def family_of(finding: Finding) -> str:

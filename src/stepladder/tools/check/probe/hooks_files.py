@@ -7,7 +7,8 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +39,13 @@ REMOVAL_EVENTS = ("os.remove", "os.rmdir", "shutil.rmtree")
 LOCK_EVENTS = ("fcntl.flock", "fcntl.lockf")
 START_ATTRIBUTE = "_stepladder_start"  # of a thread
 PRINTED_TYPES = (str, int, float)
-# By the module that defines it: a function, or a method, that stores a number for graphs.
+# By the module that defines it: a function, or a method, that stores numbers.
 METRIC_LOGGERS = {
     "torch.utils.tensorboard.writer": "SummaryWriter.add_scalar",
     "tensorboardX.writer": "SummaryWriter.add_scalar",
     "mlflow.tracking.fluent": "log_metric",
+    "wandb.sdk.wandb_run": "Run.log",
+    "json": "dumps",
 }
 
 
@@ -88,13 +91,16 @@ def print_event(call: WrappedCall) -> Print | None:
 
 @default_on_error(lambda: None)
 def metric_event(call: WrappedCall) -> Print:
-    values = map(number_or_text, [*call.args, *call.kwargs.values()])
-    return Print(text=printed_text(values))
+    return Print(text=printed_text(numbers_and_texts([*call.args, *call.kwargs.values()])))
 
 
-def number_or_text(value: Any) -> Any:
-    """Return the number in a tensor or an array of one, or the value itself."""
-    return value.item() if hasattr(value, "item") else value
+def numbers_and_texts(values: Iterable[Any]) -> Iterator[Any]:
+    """Yield the values, those in dicts with their names, and numbers in place of their tensors."""
+    for value in values:
+        if isinstance(value, dict):
+            yield from numbers_and_texts(chain.from_iterable(value.items()))
+        else:
+            yield value.item() if hasattr(value, "item") else value
 
 
 @default_on_error(str)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from importlib.resources import files
 
@@ -15,6 +15,7 @@ from stepladder.tools.check.relations.facts import facts_of
 from stepladder.tools.check.relations.frozen_runs import FrozenRuns, FrozenScript, Violation
 from stepladder.tools.check.rules.evidence import CHECK_TEXTS, Comparison, RunEvidence
 from stepladder.tools.check.rules.process import shared_gpus
+from stepladder.tools.check.rules.samples import same_samples
 from stepladder.tools.findings.finding import Finding, Severity
 
 TABLE = files(relations).joinpath("explanations.toml").read_text(encoding="utf-8")
@@ -76,35 +77,68 @@ RELATIONS = (
 )
 
 
-def compare_with_one_process(script: FrozenScript, evidence: RunEvidence) -> Comparison:
+def causes_of(findings: Iterable[Finding]) -> dict[str, str]:
+    """Return the rule whose finding explains a violation of a relation, by its name."""
+    names = [finding.rule for finding in findings]
+    rules = {
+        relation.name: [n for n in names if n in CHECK_TEXTS.texts[relation.name].explained_by]
+        for relation in RELATIONS
+    }
+    return {relation: known[0] for relation, known in rules.items() if known}
+
+
+def describe_not_compared(causes: dict[str, str]) -> list[str]:
+    return [
+        f"{relation.holds.partition(':')[0]}: not compared, since {causes[relation.name]} is why "
+        f"they differ"
+        for relation in RELATIONS
+        if relation.name in causes
+    ]
+
+
+def compare_with_one_process(
+    script: FrozenScript, evidence: RunEvidence, causes: dict[str, str]
+) -> Comparison:
     """Compare all ranks with one process.
+
+    Args:
+        script: The script.
+        evidence: What it did on all ranks.
+        causes: The relations that are not compared, as of `causes_of`.
 
     Raises:
         NotComparable: The script does not train with frozen weights.
     """
-    runs, violations = compare_runs(script)
-    if runs.shuffled and not violations and drops_units(runs):
+    relations = [relation for relation in RELATIONS if relation.name not in causes]
+    runs, violations = compare_runs(script, relations)
+    if runs.shuffled and not violations and drops_units(runs) and not script.neutral:
         # Dropout may hide a difference.
         neutral = FrozenScript(script.launch, script.scratch, script.ranks, neutral=True)
-        runs, violations = compare_runs(neutral)
-    held = []
+        runs, violations = compare_runs(neutral, relations)
+    held = describe_not_compared(causes)
+    compared = RunEvidence(runs.compared, evidence.source)
+    if any(same_samples(compared)):
+        held.append("not compared with one process: ranks read the same samples")
+        return Comparison(held=held)
     if not samples_read.are_of_one_data_set(runs):
         held.append("not compared with one process: a rank reads data that one process does not")
     kinds = {violation.relation for violation in violations}
-    for relation in RELATIONS:
+    for relation in relations:
         if relation.name not in kinds and (count := relation.count(runs)):
             held.append(relation.holds.format(format_count(count, relation.unit)))
     findings = [finding_of(violation, runs, evidence) for violation in violations]
-    findings += shared_gpus(RunEvidence(runs.compared, evidence.source))
+    findings += shared_gpus(compared)
     return Comparison(findings, held=held)
 
 
-def compare_runs(script: FrozenScript) -> tuple[FrozenRuns, list[Violation]]:
+def compare_runs(
+    script: FrozenScript, relations: list[Relation]
+) -> tuple[FrozenRuns, list[Violation]]:
     """Return the runs on one process and on all ranks, and what is violated beyond the noise."""
     runs = script.compare()
-    if violations_of(runs):
+    if violations_of(runs, relations):
         runs = script.measure_noise(runs)
-    return runs, violations_of(runs)
+    return runs, violations_of(runs, relations)
 
 
 def drops_units(runs: FrozenRuns) -> bool:
@@ -112,13 +146,13 @@ def drops_units(runs: FrozenRuns) -> bool:
     return any(event.drops for _, event in runs.reference.select(Forward))
 
 
-def violations_of(runs: FrozenRuns) -> list[Violation]:
+def violations_of(runs: FrozenRuns, relations: list[Relation]) -> list[Violation]:
     """Return the violations of the first relation that has some, the most certain first.
 
     Of other samples all that follows is other than on one process.
     """
     samples = list(samples_read.violations(runs))
-    violations = samples or [one for relation in RELATIONS for one in relation.violations(runs)]
+    violations = samples or [one for relation in relations for one in relation.violations(runs)]
     return sorted(violations, key=lambda violation: -violation.certainty)
 
 

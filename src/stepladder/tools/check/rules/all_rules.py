@@ -60,6 +60,13 @@ def drop_consequences(findings: list[Finding]) -> list[Finding]:
     ]
 
 
+def drop_known(findings: list[Finding], known: list[Finding]) -> list[Finding]:
+    """Return the findings whose rule was not found before, nor anything else at their line."""
+    rules = {finding.rule for finding in known}
+    lines = {finding.key[1:] for finding in known}
+    return [each for each in findings if each.rule not in rules and each.key[1:] not in lines]
+
+
 def add_measured_damage(findings: list[Finding], measured: list[Finding]) -> list[Finding]:
     """Return findings in which an incomplete snapshot is an error if a resume has shown its damage.
 
