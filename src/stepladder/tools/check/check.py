@@ -311,8 +311,9 @@ class Check:
         causes = causes_of(known)
         if len(causes) == len(RELATIONS):
             return Comparison(held=describe_not_compared(causes))
-        # Batch statistics of a share are others than those of all samples.
-        neutral = any(event.norms and event.grad for event in evidence.rank_0.select(Forward))
+        calls = evidence.rank_0.select(Forward)
+        # Dropout hides differences, and batch statistics of a share are others than those of all.
+        neutral = any(event.grad and (event.drops or event.norms) for event in calls)
         try:
             script = FrozenScript(run.launch, scratch_folder, ranks, neutral)
             comparison = compare_with_one_process(script, evidence, causes)

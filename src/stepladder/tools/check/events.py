@@ -447,6 +447,7 @@ class Save(ProbeEvent, kind="save"):
 
     path: str  # the file
     existed: bool = False  # whether it was there before
+    copied: bool = False  # whether another file holds the weights that were there
     opened: bool = False  # whether the script has opened it itself
     model: bool = False  # whether weights are in it, and so on for the other parts of a training
     optimizer: bool = False

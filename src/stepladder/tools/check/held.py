@@ -39,9 +39,13 @@ def describe_samples(evidence: RunEvidence) -> str:
         return ""
     counts = [Counter(sample for share in shares for sample in share) for shares in known]
     times = {number for count in counts for number in count.values()}
-    often = f"{min(times)} to {max(times)} times"
+    often = f"{min(times)} to {max(times)} times" if len(times) > 1 else f"{min(times)} times"
     if times == {1}:
         often = "once"
+    length = evidence.training_passes()[0][0].start.length or 0
+    unread = length - len(set().union(*counts))
+    if unread > 0:
+        often += f", {unread} others of its data set never"
     epochs = format_count(len(known), "epoch")
     return f"samples: {format_count(len(counts[0]), 'sample')}, each {often} an epoch, in {epochs}"
 

@@ -477,6 +477,9 @@ class RunningRanks:
             deadlock = None
             if not has_raised:
                 deadlock = self.observed.explain_failure()
+            if outcome.enough and not has_raised and deadlock is None:
+                # Others have lost the ranks that the check has ended.
+                outcome = replace(outcome, enough=outcome.rank_count)
             outcome = replace(outcome, has_raised=has_raised, deadlock=deadlock)
         has_stalled = outcome.has_stalled or outcome.deadlock is not None
         return replace(outcome, codes=self.codes, has_stalled=has_stalled)

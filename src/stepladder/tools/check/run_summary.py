@@ -18,7 +18,7 @@ DEFINITIONS = ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef
 def summarize_run(run: ScriptRun) -> str:
     ranks = run.recording.ranks
     # All ranks have made as many; one that was ended may have made more.
-    steps = min((len(log.select(OptimizerStep)) for log in ranks), default=0)
+    steps = min(filter(None, (len(log.select(OptimizerStep)) for log in ranks)), default=0)
     epochs = min((len(log.training_passes) for log in ranks), default=0)
     if run.stood_still or run.outcome.failed:
         end = "then it stood still" if run.stood_still else "then it failed"

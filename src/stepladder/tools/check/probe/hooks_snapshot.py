@@ -25,14 +25,16 @@ from stepladder.tools.check.probe.patching import (
     wrap,
 )
 from stepladder.tools.check.probe.probe_log import current_log, record
-from stepladder.tools.check.probe.snapshot_files import snapshot_files
+from stepladder.tools.check.probe.snapshot_files import holds_weights, pieces_of, snapshot_files
 
 RANDOM_STATE_BYTES = (5056, 16)  # of torch on a CPU, and on a GPU
 PYTHON_RANDOM_NUMBERS = 625
+TORCH_FOLDER = str(Path(torch.__file__).parent)
 MAX_RECORDED_KEYS = 20
 MAX_RECORDED_CONTENTS = 1000
 PARTS_OF_TRAINING = ("model", "optimizer", "schedule", "random", "position")
 
+saved_pieces: dict[str, list[bytes]] = {}  # of the weights that were saved last to each path
 last_integers: dict[tuple[str, ...], list[int]] = {}  # of what was saved last under these keys
 
 
@@ -65,11 +67,30 @@ def record_save(call: WrappedCall) -> None:
         return
     guard_path(path)  # torch writes it in C++, which no audit hook sees
     log = current_log()
+    saved = call.argument(0, "obj")
     existed = os.path.exists.__wrapped__(path)  # type: ignore[attr-defined]
-    log.write_with_line(Save(path=path, existed=existed, **parts_of(call.argument(0, "obj"))))
+    copied = existed and has_copy(path)
+    log.write_with_line(Save(path=path, existed=existed, copied=copied, **parts_of(saved)))
+    saved_pieces[path] = weight_pieces(saved)
     snapshot_files.watch_folder_of(path)
     call.run()
     pause.pause_within_save(path)
+
+
+@default_on_error(list)
+def weight_pieces(saved: Any) -> list[bytes]:
+    """Return some bytes of the weights that are saved."""
+    weights = [item for item in nested_items(saved) if is_weights(item)]
+    return [piece for item in weights for piece in pieces_of(item.values(), None)]
+
+
+@default_on_error(bool)
+def has_copy(path: str) -> bool:
+    """Return whether another file holds the weights that were saved last to a path."""
+    pieces = saved_pieces[path]
+    others = {other for saved in saved_pieces for other in Path(saved).parent.iterdir()}
+    others.remove(Path(path))
+    return any(holds_weights(str(other), [pieces], False) for other in others if pieces)
 
 
 def pickle_event(call: WrappedCall) -> Save | None:
@@ -84,7 +105,8 @@ def record_load(call: WrappedCall) -> Any:
     path, file = redirect_to_copy(call.argument(0, "f"))
     if path:
         weights_only = str(call.kwargs.get("weights_only", "default"))
-        record(Load(path=path, weights_only=weights_only))
+        is_own = current_log().is_called_by_user(TORCH_FOLDER)
+        record(Load(path=path, weights_only=weights_only if is_own else "default"))
     value = call.with_argument(0, "f", file).run()
     pause.pause_at("load")
     return value

@@ -307,7 +307,8 @@ def record_before_step(optimizer: Any, *_: Any) -> None:
     has_no_loader = pass_counters.passes == 0
     if steps_limit and has_no_loader and step > steps_limit:
         raise CheckIsDone(0)
-    if not is_recorded_fully(step):
+    # The first step of a pass may be that after an average of the weights.
+    if not is_recorded_fully(step) and pass_counters.steps:
         return
     if log.settings.leaves and number in leaf_sums.by_optimizer:
         log.write(LeafGradients(sums=leaf_sums.take(number)))

@@ -110,13 +110,14 @@ class ProbeLog:
                 yield frame
             frame = frame.f_back
 
-    def is_called_by_user(self) -> bool:
+    def is_called_by_user(self, *skipped: str) -> bool:
         """Return whether the user's code called the function that calls this one, and no library.
 
-        Frames of the check itself, which are wrappers, are skipped.
+        Frames of the check itself, which are wrappers, are skipped, and of other folders.
         """
         caller = sys._getframe(2)
-        while caller.f_back is not None and caller.f_code.co_filename.startswith(CHECK_FOLDER):
+        folders = CHECK_FOLDER, *skipped
+        while caller.f_back is not None and caller.f_code.co_filename.startswith(folders):
             caller = caller.f_back
         return self.is_user_file(caller.f_code.co_filename)
 

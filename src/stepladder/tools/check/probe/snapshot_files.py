@@ -126,12 +126,13 @@ def pieces_of(parameters: Iterable[Any], dtype: torch.dtype | None) -> Iterator[
             yield piece
 
 
-def holds_weights(path: str, forms: list[list[bytes]]) -> bool:
+def holds_weights(path: str, forms: list[list[bytes]], may_be_packed: bool = True) -> bool:
     """Return whether a file holds weights, or is large and of bytes that may be weights.
 
     Args:
         path: The file.
         forms: The pieces of weights, in each type in which they may be saved.
+        may_be_packed: Whether bytes that may be weights are enough.
     """
     try:
         with open(path, "rb") as file:  # noqa: PTH123
@@ -145,6 +146,6 @@ def holds_weights(path: str, forms: list[list[bytes]]) -> bool:
                     if is_certain or (found and found == pieces):
                         return True
                 is_binary = contents.find(b"\0", 0, MAX_SEARCHED_BYTES) >= 0
-                return is_binary and size >= MIN_BYTES_OF_UNKNOWN_FORMAT
+                return may_be_packed and is_binary and size >= MIN_BYTES_OF_UNKNOWN_FORMAT
     except OSError:
         return False

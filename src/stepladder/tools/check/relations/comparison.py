@@ -9,7 +9,6 @@ from importlib.resources import files
 
 from stepladder.core.numbers import format_count
 from stepladder.tools.check import relations
-from stepladder.tools.check.events import Forward
 from stepladder.tools.check.relations import gradients, samples_read, shown
 from stepladder.tools.check.relations.facts import facts_of
 from stepladder.tools.check.relations.frozen_runs import FrozenRuns, FrozenScript, Violation
@@ -111,10 +110,6 @@ def compare_with_one_process(
     """
     relations = [relation for relation in RELATIONS if relation.name not in causes]
     runs, violations = compare_runs(script, relations)
-    if runs.shuffled and not violations and drops_units(runs) and not script.neutral:
-        # Dropout may hide a difference.
-        neutral = FrozenScript(script.launch, script.scratch, script.ranks, neutral=True)
-        runs, violations = compare_runs(neutral, relations)
     held = describe_not_compared(causes)
     compared = RunEvidence(runs.compared, evidence.source)
     if any(same_samples(compared)):
@@ -139,11 +134,6 @@ def compare_runs(
     if violations_of(runs, relations):
         runs = script.measure_noise(runs)
     return runs, violations_of(runs, relations)
-
-
-def drops_units(runs: FrozenRuns) -> bool:
-    """Return whether a model has dropout in training."""
-    return any(event.drops for _, event in runs.reference.select(Forward))
 
 
 def violations_of(runs: FrozenRuns, relations: list[Relation]) -> list[Violation]:

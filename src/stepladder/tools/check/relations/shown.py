@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from statistics import fmean, pstdev
 
-from stepladder.tools.check.events import Print
+from stepladder.tools.check.events import Forward, Print
 from stepladder.tools.check.recording import RankLog
 from stepladder.tools.check.relations.frozen_runs import FrozenRuns, Violation
 from stepladder.tools.check.relations.samples_read import are_of_one_data_set
@@ -51,10 +51,13 @@ class Series:
 
 
 def read_series(log: RankLog) -> dict[Place, Series]:
-    """Return the numbers of each line that shows some, on one rank."""
+    """Return the numbers that each line shows after the first call of a model, on one rank."""
     values: dict[Place, list[float]] = defaultdict(list)
     resolutions: dict[Place, float] = defaultdict(float)
+    begin = next((event.n for event in log.select(Forward)), 0)
     for event in log.select(Print):
+        if event.n < begin:  # an address, a setting or a time
+            continue
         for index, text in enumerate(SHOWN_NUMBER.findall(event.text)):
             place = (event.at, event.caller, index)
             values[place].append(float(text.rstrip("%")))

@@ -101,7 +101,8 @@ def exchanges_gradients(log: RankLog) -> bool:
 def not_wrapped(evidence: RunEvidence) -> Findings:
     """Find ranks that train without any exchange of gradients.
 
-    Gradients that agree but for rounding were exchanged, if by messages from rank to rank.
+    Gradients that agree but for rounding were exchanged, if by messages from rank to rank, and so
+    were weights that are the same again after they differed.
     """
     if any(event.averages for _, event in evidence.run.select(OtherGroup)):
         return
@@ -116,6 +117,9 @@ def not_wrapped(evidence: RunEvidence) -> Findings:
     ]
     has_group = bool(logs[0].select(GroupJoined))
     if not diverged and has_group:  # the ranks read the same samples: another rule reports that
+        return
+    apart = diverged_steps(steps)
+    if apart and is_averaged_later(steps, apart[0]):
         return
     key = min(diverged or steps)
     text = f"no gradient is exchanged in {len(steps)} steps"

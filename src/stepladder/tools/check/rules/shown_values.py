@@ -8,6 +8,7 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from operator import mul
+from statistics import fmean
 
 from stepladder.tools.check.events import (
     Backward,
@@ -31,6 +32,7 @@ ENOUGH_DIGITS_OF_SEVERAL = 6
 DIGITS_OF_LOSSES = 5  # losses of all ranks are close to each other
 FACTORS = (1, 100)  # a share may be shown in percent
 SHARE_OF_ALL = 0.75
+MULTIPLES = range(1, 33)  # of a loss that is divided by the number of micro-batches
 SHOWN_VALUES = (
     "mean-of-means",
     "mean-of-means.training",
@@ -321,6 +323,35 @@ def are_certain(rule: str, numbers: list[ShownNumber]) -> bool:
     if rule == "one-rank-loss":
         return is_long and sum(digits) >= DIGITS_OF_LOSSES
     return is_long or sum(digits) >= ENOUGH_DIGITS_OF_SEVERAL
+
+
+@rank_rule("one-rank-loss")
+def losses_of_one_rank(evidence: RunEvidence) -> Findings:
+    """Find a line that shows, on some ranks alone, the loss of their own batch each time."""
+    ranks = evidence.ranks
+    losses = [[event.loss or 0.0 for event in log.select(Backward)] for log in ranks]
+    means = [fmean(column) for column in zip(*losses, strict=False)]
+    of_all = set.intersection(*({event.at for event in log.select(Print)} for log in ranks))
+    for log, own in zip(ranks, losses, strict=True):
+        shown: dict[tuple[CodeLine | None, int], list[ShownNumber | None]] = defaultdict(list)
+        count = 0
+        for event in log.select(Backward, Print):
+            count += isinstance(event, Backward)
+            near = slice(max(0, count - 1), count + 1)  # the losses before and after
+            numbers = list(numbers_of(event))
+            is_right = any(number.is_any_of(means[near], MULTIPLES) for number in numbers)
+            is_right |= isinstance(event, Print) and names_rank(event, log.rank)
+            for index, number in enumerate(numbers):
+                is_own = number.is_any_of(own[near], MULTIPLES) and not is_right
+                shown[event.at, index].append(number if is_own else None)
+        for (line, _), values in shown.items():
+            wrong = list(filter(None, values))
+            is_each = len(wrong) == len(values) > 1 and line not in of_all
+            if is_each and are_certain("one-rank-loss", wrong):
+                text = f"{wrong[0].value:.6g} is the loss of one batch of rank {log.rank}, and so "
+                text += f"are all {len(wrong)} numbers that this line shows"
+                yield evidence.finding("one-rank-loss", line, text, log.rank)
+                return
 
 
 def line_that_shows(evidence: RunEvidence, shown: Shown) -> CodeLine | None:

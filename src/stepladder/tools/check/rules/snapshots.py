@@ -163,7 +163,7 @@ def describe_overwriting(log: RankLog, saves: list[Save], was_there: bool) -> st
         was_there: Whether the file was there before all of them.
     """
     first = saves[0]
-    overwriting = [event for event in saves[1:] if event.existed]
+    overwriting = [event for event in saves[1:] if event.existed and not event.copied]
     if was_there:
         overwriting.append(first)
     if overwriting:
