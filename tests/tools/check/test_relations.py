@@ -8,13 +8,16 @@ from typing import Any
 
 import pytest
 
-from check_recordings import evidence_of, step, train_pass
+from check_recordings import evidence_of, forward, step, train_pass
 from stepladder.tools.check.check import Report, Request, check
 from stepladder.tools.check.recording import Recording
 from stepladder.tools.check.relations import gradients, samples_read, shown
-from stepladder.tools.check.relations.comparison import finding_of
+from stepladder.tools.check.relations.comparison import causes_of, describe_not_compared, finding_of
 from stepladder.tools.check.relations.frozen_runs import FrozenRuns, Violation
+from stepladder.tools.check.rules.all_rules import drop_known
+from stepladder.tools.check.rules.evidence import CHECK_TEXTS
 from stepladder.tools.check.rules.process import shared_gpus
+from stepladder.tools.findings.finding import Finding, Location
 
 DATA_SET = "p"
 
@@ -67,6 +70,31 @@ def test_a_number_that_is_halved_on_two_ranks_is_found() -> None:
 def test_a_count_that_is_zero_on_one_process_is_compared() -> None:
     (violation,) = shown.violations(frozen([number("skipped 0")], [number("skipped 3")], []))
     assert math.isinf(violation.certainty)
+
+
+def test_what_is_shown_before_a_model_is_called_is_no_result() -> None:
+    """Such as the port of the process group, another one in each run."""
+    before = [[number(f"port {port}"), forward(), number("loss 1.0132")] for port in (29500, 31893)]
+    assert list(shown.violations(frozen(*before, shuffled=[]))) == []
+
+
+def found(rule: str, line: int = 1) -> Finding:
+    return CHECK_TEXTS.finding(rule, Location("train.py", line))
+
+
+def test_a_relation_is_left_out_only_where_a_finding_says_why_it_does_not_hold() -> None:
+    assert causes_of(map(found, ("unsafe-load", "small-batch-norm", "set-epoch"))) == {}
+    assert causes_of([found("not-wrapped")]) == {"gradients": "not-wrapped"}
+    assert causes_of([found("overlapping-shards")]).keys() == {"gradients", "shown-numbers"}
+    assert describe_not_compared({"gradients": "not-wrapped"}) == [
+        "gradients: not compared, since not-wrapped is why they differ"
+    ]
+
+
+def test_nothing_is_said_twice_of_a_rule_or_of_a_line() -> None:
+    known = [found("mean-of-means", 3), found("local-count", 5)]
+    compared = [found("shown-numbers", line) for line in (3, 7)] + [found("local-count", 9)]
+    assert drop_known(compared, known) == [found("shown-numbers", 7)]
 
 
 def test_rounding_of_another_order_is_no_difference() -> None:
@@ -304,6 +332,65 @@ def test_a_script_without_a_mistake_holds_all_relations(
         "gradients: with the same weights, the mean of 24 steps is that of one process",
         "numbers: with the same weights, 1 line as on one process",
     ]
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_another_finding_does_not_stop_the_comparison(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = SCRIPT.format(**RIGHT | {"reduction": "dist.all_reduce(total[:1])"})
+    text = text.replace("sampler.set_epoch(epoch)", "pass")
+    report = run_check(tmp_path, text, monkeypatch)
+    assert {finding.rule for finding in report.findings} == {"set-epoch", "local-count"}
+    assert any(line.startswith("gradients: with the same weights") for line in report.held)
+
+
+FEDERATED = """import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+dist.init_process_group("gloo")
+rank, server = dist.get_rank(), dist.get_world_size() - 1
+torch.manual_seed(rank)
+net = nn.Linear(6, 1)
+weights = torch.zeros(7)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+x = torch.randn(40, 6)
+loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), 8, shuffle=True)
+for round in range(1000):
+    if rank == server:
+        for client in range(server):
+            dist.send(weights, client)
+        total, part = torch.zeros(7), torch.zeros(7)
+        for client in range(server):
+            dist.recv(part, client)
+            total += part
+        weights = total / server
+        continue
+    dist.recv(weights, server)
+    nn.utils.vector_to_parameters(weights, net.parameters())
+    for inputs, targets in loader:
+        optimizer.zero_grad()
+        nn.functional.mse_loss(net(inputs), targets).backward()
+        optimizer.step()
+    dist.send(nn.utils.parameters_to_vector(net.parameters()).detach(), server)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_weights_that_a_server_averages_are_a_method_and_its_end_is_no_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "train.py").write_text(FEDERATED)
+    monkeypatch.chdir(tmp_path)
+    report = check(Request(Path("train.py"), nproc=3, epochs=8))
+    assert "not-wrapped" not in {finding.rule for finding in report.findings}
+    assert report.not_checked is None
+    assert "40 steps on each, then the check ended it" in report.run_summary
 
 
 @pytest.mark.slow

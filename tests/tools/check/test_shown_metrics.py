@@ -285,3 +285,32 @@ def test_a_loss_is_a_mean_unless_an_option_says_otherwise(
     options: dict[str, Any], expected: bool
 ) -> None:
     assert is_mean_over_batch(options) is expected
+
+
+def logged(rank: int, *texts: str, before: bool = False) -> Events:
+    """Steps, of each of which a number is shown before or after its backward pass."""
+    events: Events = []
+    for loss, text in zip(((2.5, 1.25, 0.375), (3.125, 2.25, 1.25))[rank], texts, strict=True):
+        order = [backward(loss), SHOW | {"text": text}]
+        events += [forward(), *(order[::-1] if before else order)]
+    return events
+
+
+@pytest.mark.parametrize(
+    ("texts", "found"),
+    [
+        (["loss 2.5000", "loss 1.2500", "loss 0.3750"], True),
+        (["loss 10.000", "loss 5.0000", "loss 1.5000"], True),  # 4 micro-batches
+        (["loss 2.8125", "loss 1.7500", "loss 0.8125"], False),  # the mean
+        (["loss 2.5000 of 2.8125", "loss 1.2500 of 1.7500", "loss 0.3750 of 0.8125"], False),
+        (["[rank 0] 2.5000", "[rank 0] 1.2500", "[rank 0] 0.3750"], False),
+        (["loss 2.5000", "loss 1.8750", "loss 1.3750"], False),  # a running mean
+    ],
+)
+@pytest.mark.parametrize("before", [False, True])
+def test_a_line_that_shows_the_loss_of_a_ranks_own_batch_is_a_note(
+    texts: list[str], found: bool, before: bool
+) -> None:
+    silent = [e for e in logged(1, "", "", "") if e["k"] != "print"]
+    assert bool(notes_of(logged(0, *texts, before=before), silent)) == found
+    assert not notes_of(logged(0, *texts), logged(1, "loss 3.1250", "loss 2.2500", "loss 1.2500"))

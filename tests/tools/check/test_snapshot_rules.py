@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from check_recordings import SAVED, evidence_of, forward, rules_of, step, steps
+from stepladder.tools.check.probe import hooks_snapshot
 from stepladder.tools.check.rules.all_rules import apply_rules
 
 LOADS = """import torch
@@ -66,6 +70,25 @@ def test_ranks_that_save_one_file_at_once_are_counted_alike_whoever_is_first() -
     assert overwritten(False, True) == overwritten(True, False) == overwritten(False, False)
     assert "written 2 times, 1 time over the only copy" in overwritten(False, True)
     assert "written 2 times, 2 times over the only copy" in overwritten(True, True)
+
+
+def test_a_snapshot_is_not_written_over_the_only_copy_where_another_file_has_its_weights() -> None:
+    first = SAVED | {"existed": False}
+    assert "in-place-snapshot" in rules_of([first, SAVED])
+    assert "in-place-snapshot" not in rules_of([first, SAVED | {"copied": True}])
+
+
+def test_a_copy_of_a_snapshot_is_known_by_its_weights(tmp_path: Path) -> None:
+    path, data = tmp_path / "last.pt", tmp_path / "data.bin"
+    state = {"model": nn.Sequential(nn.Linear(8, 8)).state_dict(), "epoch": 1}
+    torch.save(state, path)
+    hooks_snapshot.saved_pieces[str(path)] = hooks_snapshot.weight_pieces(state)
+    data.write_bytes(bytes(range(256)) * 1000)
+    assert not hooks_snapshot.has_copy(str(path))
+    torch.save(state["model"], tmp_path / "best.pt")
+    assert hooks_snapshot.has_copy(str(path))
+    del hooks_snapshot.saved_pieces[str(path)]
+    assert not hooks_snapshot.has_copy(str(path))
 
 
 def test_a_file_of_another_kind_that_several_ranks_write_is_a_note() -> None:

@@ -62,6 +62,25 @@ def test_gradients_that_differ_by_rounding_alone_were_exchanged(
     assert rules_of(*ranks) == found
 
 
+@pytest.mark.parametrize(("third", "found"), [("x", []), ("y", ["not-wrapped"])])
+def test_weights_that_are_the_same_again_after_they_differed_were_averaged(
+    third: str, found: list[str]
+) -> None:
+    """Federated averaging, or local steps: by messages from rank to rank, which are not recorded."""
+    ranks = [
+        [
+            {"k": "who"},
+            *(
+                e | {"grads": {"w": name}, "before": {"w": weights}} if e["k"] == "prestep" else e
+                for number, weights in enumerate(["w", name, "x" if name == "g" else third], 1)
+                for e in [forward(wrapped=""), backward(number), *step(number)]
+            ),
+        ]
+        for name in "gh"
+    ]
+    assert [rule for rule in rules_of(*ranks) if rule == "not-wrapped"] == found
+
+
 @pytest.mark.parametrize(("factor", "found"), [(0.5, False), (1.0, True), (0.25, True)])
 def test_gradients_that_the_script_divides_before_the_step_are_of_the_mean(
     factor: float, found: bool

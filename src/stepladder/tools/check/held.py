@@ -44,10 +44,11 @@ def describe_samples(evidence: RunEvidence) -> str:
         often = "once"
     length = evidence.training_passes()[0][0].start.length or 0
     unread = length - len(set().union(*counts))
-    if unread > 0:
-        often += f", {unread} others of its data set never"
-    epochs = format_count(len(known), "epoch")
-    return f"samples: {format_count(len(counts[0]), 'sample')}, each {often} an epoch, in {epochs}"
+    others = f", {unread} others never" if unread > 0 else ""
+    samples = format_count(len(counts[0]), "sample")
+    return (
+        f"samples: {samples}, each {often} an epoch{others}, in {format_count(len(known), 'epoch')}"
+    )
 
 
 def describe_weights(evidence: RunEvidence) -> str:

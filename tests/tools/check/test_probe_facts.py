@@ -1,0 +1,60 @@
+"""Facts that the probe records of values and of callers, without a run."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from check_recordings import evidence_of, train_pass
+from stepladder.tools.check.held import describe_samples
+from stepladder.tools.check.probe import hooks_files
+from stepladder.tools.check.probe.layer_outputs import LayerOutputs
+from stepladder.tools.check.probe.patching import WrappedCall
+from stepladder.tools.check.probe.probe_log import ProbeLog
+
+
+def test_numbers_of_a_logged_dict_are_shown_with_their_names() -> None:
+    values = ({"train": {"loss": torch.tensor(0.5)}, "step": 3},)
+    event = hooks_files.metric_event(WrappedCall(print, values, {"commit": True}))
+    assert event.text == "train loss 0.5 step 3 True"
+
+
+def test_a_batch_that_the_model_changes_in_place_was_finite() -> None:
+    outputs = LayerOutputs()
+    batch = torch.ones(3)
+    outputs.begin(nn.Linear(3, 1), [batch])
+    batch.fill_(float("inf"))
+    assert "batch" not in outputs.find_origin("inf")
+    outputs.begin(nn.Linear(3, 1), [batch])
+    assert outputs.find_origin("inf") == "it is in the batch that goes into the model"
+
+
+@pytest.mark.parametrize(("way", "is_own"), [(["torch"], True), (["torch", "vision"], False)])
+def test_a_load_is_the_users_if_torch_alone_is_between(
+    way: list[str], is_own: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = [
+        "check/hooks.py",
+        *(f"/lib/site-packages/{name}/hub.py" for name in way),
+        "/me/train.py",
+    ]
+    frame = None
+    for name in reversed(files):
+        frame = SimpleNamespace(f_code=SimpleNamespace(co_filename=name), f_back=frame)
+    log = object.__new__(ProbeLog)
+    log.roots = ("/me/",)
+    log.start_folder = "/me"
+    monkeypatch.setattr(sys, "_getframe", lambda _: frame.f_back)
+    assert log.is_called_by_user("/lib/site-packages/torch") == is_own
+
+
+def test_the_samples_that_are_never_read_are_said() -> None:
+    ranks = [train_pass(1, [[0, 2]], length=8), train_pass(1, [[1, 3]], length=8)]
+    line = describe_samples(evidence_of(*ranks))
+    assert line == "samples: 4 samples, each once an epoch, 4 others never, in 1 epoch"
+    same = describe_samples(evidence_of(ranks[0], ranks[0]))
+    assert "2 samples, each 2 times an epoch, 6 others never" in same
