@@ -79,11 +79,12 @@ RELATIONS = (
 def causes_of(findings: Iterable[Finding]) -> dict[str, str]:
     """Return the rule whose finding explains a violation of a relation, by its name."""
     names = [finding.rule for finding in findings]
-    rules = {
-        relation.name: [n for n in names if n in CHECK_TEXTS.texts[relation.name].explained_by]
+    return {
+        relation.name: rule
         for relation in RELATIONS
+        for rule in names
+        if rule in CHECK_TEXTS.texts[relation.name].explained_by
     }
-    return {relation: known[0] for relation, known in rules.items() if known}
 
 
 def describe_not_compared(causes: dict[str, str]) -> list[str]:

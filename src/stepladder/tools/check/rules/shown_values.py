@@ -234,6 +234,8 @@ def shown_values(evidence: RunEvidence) -> Findings:
                 named.add(rule)
                 line = line_that_shows(evidence, wrong[0].number.event)
                 yield evidence.finding(rule, line, wrong[0].describe(log.rank), log.rank)
+    if "one-rank-loss" not in named:
+        yield from losses_of_one_rank(evidence)
 
 
 @dataclass(frozen=True)
@@ -325,7 +327,6 @@ def are_certain(rule: str, numbers: list[ShownNumber]) -> bool:
     return is_long or sum(digits) >= ENOUGH_DIGITS_OF_SEVERAL
 
 
-@rank_rule("one-rank-loss")
 def losses_of_one_rank(evidence: RunEvidence) -> Findings:
     """Find a line that shows, on some ranks alone, the loss of their own batch each time."""
     ranks = evidence.ranks
@@ -333,7 +334,7 @@ def losses_of_one_rank(evidence: RunEvidence) -> Findings:
     means = [fmean(column) for column in zip(*losses, strict=False)]
     of_all = set.intersection(*({event.at for event in log.select(Print)} for log in ranks))
     for log, own in zip(ranks, losses, strict=True):
-        shown: dict[tuple[CodeLine | None, int], list[ShownNumber | None]] = defaultdict(list)
+        shown: dict[Hashable, list[ShownNumber | None]] = defaultdict(list)
         count = 0
         for event in log.select(Backward, Print):
             count += isinstance(event, Backward)
@@ -343,11 +344,13 @@ def losses_of_one_rank(evidence: RunEvidence) -> Findings:
             is_right |= isinstance(event, Print) and names_rank(event, log.rank)
             for index, number in enumerate(numbers):
                 is_own = number.is_any_of(own[near], MULTIPLES) and not is_right
-                shown[event.at, index].append(number if is_own else None)
-        for (line, _), values in shown.items():
+                place = event.at, getattr(event, "caller", None), index
+                shown[place].append(number if is_own else None)
+        for values in shown.values():
             wrong = list(filter(None, values))
-            is_each = len(wrong) == len(values) > 1 and line not in of_all
+            is_each = len(wrong) == len(values) > 1 and wrong[0].event.at not in of_all
             if is_each and are_certain("one-rank-loss", wrong):
+                line = line_that_shows(evidence, wrong[0].event)
                 text = f"{wrong[0].value:.6g} is the loss of one batch of rank {log.rank}, and so "
                 text += f"are all {len(wrong)} numbers that this line shows"
                 yield evidence.finding("one-rank-loss", line, text, log.rank)
