@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +12,8 @@ from torch import nn
 
 from check_recordings import evidence_of, train_pass
 from stepladder.tools.check.held import describe_samples
-from stepladder.tools.check.probe import hooks_files
-from stepladder.tools.check.probe.layer_outputs import LayerOutputs
+from stepladder.tools.check.probe import hooks_files, hooks_model
+from stepladder.tools.check.probe.layer_outputs import layer_outputs
 from stepladder.tools.check.probe.patching import WrappedCall
 from stepladder.tools.check.probe.probe_log import ProbeLog
 
@@ -23,14 +24,15 @@ def test_numbers_of_a_logged_dict_are_shown_with_their_names() -> None:
     assert event.text == "train loss 0.5 step 3 True"
 
 
-def test_a_batch_that_the_model_changes_in_place_was_finite() -> None:
-    outputs = LayerOutputs()
-    batch = torch.ones(3)
-    outputs.begin(nn.Linear(3, 1), [batch])
-    batch.fill_(float("inf"))
-    assert "batch" not in outputs.find_origin("inf")
-    outputs.begin(nn.Linear(3, 1), [batch])
-    assert outputs.find_origin("inf") == "it is in the batch that goes into the model"
+def test_what_goes_into_a_loss_is_not_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loss is a module, too, but one without parameters; what the model returns goes into it."""
+    begun: list[Any] = []
+    monkeypatch.setattr(layer_outputs, "begin", lambda module, _: begun.append(module))
+    monkeypatch.setattr(hooks_model, "record_forward", lambda *_: None)
+    model, loss = nn.Linear(2, 1), nn.MSELoss()
+    for module in (model, loss):
+        hooks_model.call(lambda *_: None, module, torch.ones(2))
+    assert begun == [model]
 
 
 @pytest.mark.parametrize(("way", "is_own"), [(["torch"], True), (["torch", "vision"], False)])
@@ -55,6 +57,6 @@ def test_a_load_is_the_users_if_torch_alone_is_between(
 def test_the_samples_that_are_never_read_are_said() -> None:
     ranks = [train_pass(1, [[0, 2]], length=8), train_pass(1, [[1, 3]], length=8)]
     line = describe_samples(evidence_of(*ranks))
-    assert line == "samples: 4 samples, each once an epoch, 4 others never, in 1 epoch"
+    assert line == "samples: 4 of 8 samples, each once an epoch, in 1 epoch"
     same = describe_samples(evidence_of(ranks[0], ranks[0]))
-    assert "2 samples, each 2 times an epoch, 6 others never" in same
+    assert "2 of 8 samples, each 2 times an epoch" in same

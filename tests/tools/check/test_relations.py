@@ -78,23 +78,25 @@ def test_what_is_shown_before_a_model_is_called_is_no_result() -> None:
     assert list(shown.violations(frozen(*before, shuffled=[]))) == []
 
 
-def found(rule: str, line: int = 1) -> Finding:
+def finding_by(rule: str, line: int = 1) -> Finding:
     return CHECK_TEXTS.finding(rule, Location("train.py", line))
 
 
 def test_a_relation_is_left_out_only_where_a_finding_says_why_it_does_not_hold() -> None:
-    assert causes_of(map(found, ("unsafe-load", "small-batch-norm", "set-epoch"))) == {}
-    assert causes_of([found("not-wrapped")]) == {"gradients": "not-wrapped"}
-    assert causes_of([found("overlapping-shards")]).keys() == {"gradients", "shown-numbers"}
+    assert causes_of(map(finding_by, ("unsafe-load", "small-batch-norm", "set-epoch"))) == {}
+    assert causes_of([finding_by("not-wrapped")]) == {"gradients": "not-wrapped"}
+    assert causes_of([finding_by("overlapping-shards")]).keys() == {"gradients", "shown-numbers"}
     assert describe_not_compared({"gradients": "not-wrapped"}) == [
         "gradients: not compared, since not-wrapped is why they differ"
     ]
 
 
 def test_nothing_is_said_twice_of_a_rule_or_of_a_line() -> None:
-    known = [found("mean-of-means", 3), found("local-count", 5)]
-    compared = [found("shown-numbers", line) for line in (3, 7)] + [found("local-count", 9)]
-    assert drop_known(compared, known) == [found("shown-numbers", 7)]
+    known = [finding_by("mean-of-means", 3), finding_by("local-count", 5)]
+    compared = [finding_by("shown-numbers", line) for line in (3, 7)] + [
+        finding_by("local-count", 9)
+    ]
+    assert drop_known(compared, known) == [finding_by("shown-numbers", 7)]
 
 
 def test_rounding_of_another_order_is_no_difference() -> None:

@@ -182,7 +182,7 @@ def test_a_sum_of_all_by_the_count_of_one_is_named_by_its_value() -> None:
 
 
 OWN_LOSSES = [[2.5, 1.25, 0.375], [3.125, 2.25, 1.25]]  # of two batches of 2, and one of 1
-OF_RANK_0 = {"mean": "1.5750", "mean over batches": "1.3750", "sum": "4.1250", "last": "0.37500"}
+OF_RANK_0 = {"mean": "1.5750", "mean over batches": "1.3750", "sum": "4.1250"}
 
 
 def trained(rank: int, *after: dict[str, Any], during: Sequence[dict[str, Any]] = ()) -> Events:

@@ -42,13 +42,11 @@ def describe_samples(evidence: RunEvidence) -> str:
     often = f"{min(times)} to {max(times)} times" if len(times) > 1 else f"{min(times)} times"
     if times == {1}:
         often = "once"
-    length = evidence.training_passes()[0][0].start.length or 0
-    unread = length - len(set().union(*counts))
-    others = f", {unread} others never" if unread > 0 else ""
-    samples = format_count(len(counts[0]), "sample")
-    return (
-        f"samples: {samples}, each {often} an epoch{others}, in {format_count(len(known), 'epoch')}"
-    )
+    count, length = len(counts[0]), evidence.training_passes()[0][0].start.length or 0
+    samples = format_count(max(count, length), "sample")
+    if count < length:
+        samples = f"{count} of {samples}"
+    return f"samples: {samples}, each {often} an epoch, in {format_count(len(known), 'epoch')}"
 
 
 def describe_weights(evidence: RunEvidence) -> str:

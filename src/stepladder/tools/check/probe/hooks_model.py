@@ -148,11 +148,11 @@ def call(original: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
         if not is_traced and not torch.compiler.is_compiling():
             layer_outputs.add(module, result)
         return result
-    layer_outputs.begin(module, [args, kwargs])
     with called_models:
         if not called_models.is_registered(module):
             called_models.register(module)
-        if next(module.parameters(), None) is not None:
+        if next(module.parameters(), None) is not None:  # else it is a loss, or a transform
+            layer_outputs.begin(module, [args, kwargs])
             record_forward(module, args, kwargs)
         return original(module, *args, **kwargs)
 

@@ -18,7 +18,6 @@ LOSS_ALONE = "inputs, weights and the outputs of all layers are finite: it comes
 class LayerOutputs:
     """What went into the model that was called last, and what its layers returned.
 
-    Inputs are examined before the call, which may change them.
     The tensors are those of the graph, which lives until the backward pass anyway.
     """
 
@@ -33,7 +32,7 @@ class LayerOutputs:
         self.forget()
         if torch.is_grad_enabled() and not self.is_reported:
             self.model = model
-            self.inputs = list(filter(is_not_finite, floating_tensors(inputs)))
+            self.inputs = list(floating_tensors(inputs))
 
     def add(self, layer: Any, output: Any) -> None:
         """Keep what a layer without layers inside has returned."""
@@ -55,7 +54,7 @@ class LayerOutputs:
         """Return in words where the first value comes from that is not finite."""
         if self.model is None:
             return "which layer it comes from is not known"
-        if self.inputs:
+        if any(map(is_not_finite, self.inputs)):
             return "it is in the batch that goes into the model"
         for name, parameter in self.model.named_parameters():
             if is_not_finite(parameter):

@@ -215,7 +215,6 @@ def values_of_one(ranks: list[BatchSeries], is_training: bool, mean: float) -> I
         values["the mean over the batches"] = [series.mean_of_means for series in ranks]
     if is_training and ranks[0].are_means:
         values["the sum of the batch losses"] = [sum(series.values) for series in ranks]
-        values["the loss of the last batch"] = [series.values[-1] for series in ranks]
     rule = "one-rank-loss" if is_training else "one-rank-metric"
     for name, of_ranks in values.items():
         of_all = {sum(of_ranks) / len(ranks), mean}
