@@ -161,8 +161,8 @@ CASES: dict[str, tuple[str, Events, Events]] = {
     ),
     "a padded test set": (
         "padded-evaluation",
-        eval_pass(1, [[0, 2], [4]]),
-        eval_pass(1, [[1, 3], [0]]),
+        [*eval_pass(1, [[0, 2], [4]]), COLL],
+        [*eval_pass(1, [[1, 3], [0]]), COLL],
     ),
     "the same noise": (
         "same-augmentation",

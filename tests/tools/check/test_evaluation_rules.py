@@ -33,7 +33,10 @@ PADDED = eval_pass(3, [[0, 2], [4]])
 
 def test_an_evaluation_with_gradients_is_one_for_all_rules() -> None:
     """Without `no_grad` the samples count twice, too, and dropout is as active."""
-    padded = [[*TRAINED, *with_graph(PADDED)], [*OTHERS, *with_graph(eval_pass(3, [[1, 3], [0]]))]]
+    padded = [
+        [*TRAINED, *with_graph(PADDED), COLL],
+        [*OTHERS, *with_graph(eval_pass(3, [[1, 3], [0]])), COLL],
+    ]
     assert rules_of(*padded) == ["eval-keeps-graph", "padded-evaluation"]
     other_split = [*OTHERS, *with_graph(eval_pass(3, [[2, 3], [0]]))]
     assert rules_of(padded[0], other_split) == ["eval-keeps-graph", "overlapping-shards"]
@@ -132,6 +135,7 @@ def test_gathered_results_count_as_often_as_they_are_added_up(
     gathered = [COLL | {"op": "all_gather"}]
     added = [{"k": "statistic", "value": 1.0, "is_mean": False, "count": n} for n in counts]
     ranks = [[*TRAINED, *PADDED], [*OTHERS, *eval_pass(3, [[1, 3], [0]])]]
-    assert rules_of(*ranks) == ["padded-evaluation"]
+    assert rules_of(*ranks) == [], "each rank shows what its own share gives"
+    assert rules_of(*([*events, COLL] for events in ranks)) == ["padded-evaluation"]
     both = [[*events, *gathered, *added] for events in ranks]
     assert rules_of(*both) == ["padded-evaluation"] * found

@@ -314,3 +314,18 @@ def test_a_line_that_shows_the_loss_of_a_ranks_own_batch_is_a_note(
     silent = [e for e in logged(1, "", "", "") if e["k"] != "print"]
     assert bool(notes_of(logged(0, *texts, before=before), silent)) == found
     assert not notes_of(logged(0, *texts), logged(1, "loss 3.1250", "loss 2.2500", "loss 1.2500"))
+
+
+def test_a_count_with_repeated_samples_is_named_beside_a_metric_of_one_rank() -> None:
+    """A value that each rank shows of its share, and a count that is added up over the ranks."""
+    repeated = {"indices": [10, 0], "rows": ["row 10", "row 0"]}
+    ranks = [
+        [
+            e
+            | ({"distributed": True, "replicas": 2} if e["k"] == "pass" else {})
+            | (repeated if e.get("indices") == [10, 11] else {})
+            for e in events
+        ]
+        for events in shares("41.667 %", "33.333 %", after=[REDUCE | {"value": [6.0]}])
+    ]
+    assert {"padded-evaluation", "one-rank-metric"} <= set(rules_of(*ranks))

@@ -45,7 +45,6 @@ METRIC_LOGGERS = {
     "tensorboardX.writer": "SummaryWriter.add_scalar",
     "mlflow.tracking.fluent": "log_metric",
     "wandb.sdk.wandb_run": "Run.log",
-    "json": "dumps",
 }
 
 

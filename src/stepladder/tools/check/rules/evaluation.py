@@ -60,7 +60,9 @@ def padded_evaluation(evidence: RunEvidence) -> Findings:
             )
             return
         reduced = find_reduced_count(evidence, passes, count, distinct)
-        if reduced != "corrected":
+        # What each rank shows of its share counts no sample twice.
+        is_reduced = reduced == "padded" or any(map(has_collective_after, evidence.ranks, passes))
+        if is_reduced and reduced != "corrected":
             detail = f"; the reduced count is {count}" if reduced == "padded" else ""
             yield evidence.finding(
                 "padded-evaluation",
