@@ -313,7 +313,6 @@ def test_a_line_that_shows_the_loss_of_a_ranks_own_batch_is_a_note(
 ) -> None:
     silent = [e for e in logged(1, "", "", "") if e["k"] != "print"]
     assert bool(notes_of(logged(0, *texts, before=before), silent)) == found
-    assert not notes_of(logged(0, *texts), logged(1, "loss 3.1250", "loss 2.2500", "loss 1.2500"))
 
 
 def test_a_count_with_repeated_samples_is_named_beside_a_metric_of_one_rank() -> None:

@@ -12,6 +12,7 @@ from stepladder.tools.check import relations
 from stepladder.tools.check.relations import gradients, samples_read, shown
 from stepladder.tools.check.relations.facts import facts_of
 from stepladder.tools.check.relations.frozen_runs import FrozenRuns, FrozenScript, Violation
+from stepladder.tools.check.rules.all_rules import names_of
 from stepladder.tools.check.rules.evidence import CHECK_TEXTS, Comparison, RunEvidence
 from stepladder.tools.check.rules.process import shared_gpus
 from stepladder.tools.check.rules.samples import same_samples
@@ -78,11 +79,10 @@ RELATIONS = (
 
 def causes_of(findings: Iterable[Finding]) -> dict[str, str]:
     """Return the rule whose finding explains a violation of a relation, by its name."""
-    names = [finding.rule for finding in findings]
     return {
         relation.name: rule
         for relation in RELATIONS
-        for rule in names
+        for rule in names_of(findings)
         if rule in CHECK_TEXTS.texts[relation.name].explained_by
     }
 

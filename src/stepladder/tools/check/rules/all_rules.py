@@ -52,12 +52,17 @@ def drop_suppressed(findings: list[Finding], source: ScriptSource) -> list[Findi
 
 def drop_consequences(findings: list[Finding]) -> list[Finding]:
     """Return the findings without those that another finding explains."""
-    names = {finding.rule for finding in findings}
+    names = set(names_of(findings))
     return [
         finding
         for finding in findings
         if names.isdisjoint(CHECK_TEXTS.texts[finding.rule].explained_by)
     ]
+
+
+def names_of(findings: Iterable[Finding]) -> list[str]:
+    """Return the names by which texts refer to findings: rules alone, and with severities."""
+    return [name for f in findings for name in (f.rule, f"{f.rule} {f.severity}")]
 
 
 def drop_known(findings: list[Finding], known: list[Finding]) -> list[Finding]:

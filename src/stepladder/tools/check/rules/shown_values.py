@@ -327,11 +327,10 @@ def are_certain(rule: str, numbers: list[ShownNumber]) -> bool:
 
 
 def losses_of_one_rank(evidence: RunEvidence) -> Findings:
-    """Find a line that shows, on some ranks alone, the loss of their own batch each time."""
+    """Find a line that shows the loss of its rank's own batch each time."""
     ranks = evidence.ranks
     losses = [[event.loss or 0.0 for event in log.select(Backward)] for log in ranks]
     means = [fmean(column) for column in zip(*losses, strict=False)]
-    of_all = set.intersection(*({event.at for event in log.select(Print)} for log in ranks))
     for log, own in zip(ranks, losses, strict=True):
         shown: dict[Hashable, list[ShownNumber | None]] = defaultdict(list)
         count = 0
@@ -347,8 +346,7 @@ def losses_of_one_rank(evidence: RunEvidence) -> Findings:
                 shown[place].append(number if is_own else None)
         for values in shown.values():
             wrong = list(filter(None, values))
-            is_each = len(wrong) == len(values) > 1 and wrong[0].event.at not in of_all
-            if is_each and are_certain("one-rank-loss", wrong):
+            if len(wrong) == len(values) > 1 and are_certain("one-rank-loss", wrong):
                 line = line_that_shows(evidence, wrong[0].event)
                 text = f"{wrong[0].value:.6g} is the loss of one batch of rank {log.rank}, and so "
                 text += f"are all {len(wrong)} numbers that this line shows"
