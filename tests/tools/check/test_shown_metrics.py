@@ -302,6 +302,7 @@ def logged(rank: int, *texts: str, before: bool = False) -> Events:
         (["loss 2.5000", "loss 1.2500", "loss 0.3750"], True),
         (["loss 10.000", "loss 5.0000", "loss 1.5000"], True),  # 4 micro-batches
         (["loss 2.8125", "loss 1.7500", "loss 0.8125"], False),  # the mean
+        (["loss 2.5000", "loss 1.2500", "loss 0.8125"], False),  # not each time
         (["loss 2.5000 of 2.8125", "loss 1.2500 of 1.7500", "loss 0.3750 of 0.8125"], False),
         (["[rank 0] 2.5000", "[rank 0] 1.2500", "[rank 0] 0.3750"], False),
         (["loss 2.5000", "loss 1.8750", "loss 1.3750"], False),  # a running mean

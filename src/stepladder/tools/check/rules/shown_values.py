@@ -332,24 +332,26 @@ def losses_of_one_rank(evidence: RunEvidence) -> Findings:
     losses = [[event.loss or 0.0 for event in log.select(Backward)] for log in ranks]
     means = [fmean(column) for column in zip(*losses, strict=False)]
     for log, own in zip(ranks, losses, strict=True):
-        shown: dict[Hashable, list[ShownNumber | None]] = defaultdict(list)
+        shown: dict[Hashable, list[tuple[ShownNumber, bool, bool]]] = defaultdict(list)
         count = 0
         for event in log.select(Backward, Print):
             count += isinstance(event, Backward)
             near = slice(max(0, count - 1), count + 1)  # the losses before and after
             numbers = list(numbers_of(event))
             is_right = any(number.is_any_of(means[near], MULTIPLES) for number in numbers)
-            is_right |= isinstance(event, Print) and names_rank(event, log.rank)
+            is_said = isinstance(event, Print) and not names_rank(event, log.rank)
             for index, number in enumerate(numbers):
-                is_own = number.is_any_of(own[near], MULTIPLES) and not is_right
+                is_own = is_said and number.is_any_of(own[near], MULTIPLES)
                 place = event.at, getattr(event, "caller", None), index
-                shown[place].append(number if is_own else None)
+                shown[place].append((number, is_own, is_right))
         for values in shown.values():
-            wrong = list(filter(None, values))
-            if len(wrong) == len(values) > 1 and are_certain("one-rank-loss", wrong):
+            # By chance a loss is as that of all.
+            wrong = [number for number, _, is_right in values if not is_right]
+            is_each = all(is_own for _, is_own, _ in values) and 2 * len(wrong) > len(values) > 1
+            if is_each and are_certain("one-rank-loss", wrong):
                 line = line_that_shows(evidence, wrong[0].event)
                 text = f"{wrong[0].value:.6g} is the loss of one batch of rank {log.rank}, and so "
-                text += f"are all {len(wrong)} numbers that this line shows"
+                text += f"are all {len(values)} numbers that this line shows"
                 yield evidence.finding("one-rank-loss", line, text, log.rank)
                 return
 
