@@ -85,7 +85,8 @@ def finding_by(rule: str, line: int = 1) -> Finding:
 def test_a_relation_is_left_out_only_where_a_finding_says_why_it_does_not_hold() -> None:
     assert causes_of(map(finding_by, ("unsafe-load", "small-batch-norm", "set-epoch"))) == {}
     assert causes_of([finding_by("not-wrapped")]) == {"gradients": "not-wrapped"}
-    assert causes_of([finding_by("overlapping-shards")]).keys() == {"gradients", "shown-numbers"}
+    for rule in ("overlapping-shards", "changed-outside"):
+        assert causes_of([finding_by(rule)]).keys() == {"gradients", "shown-numbers"}
     assert causes_of([finding_by("mean-of-means")]) == {"shown-numbers": "mean-of-means warning"}
     assert causes_of([finding_by("mean-of-means.training")]) == {}, "a note of other numbers"
     assert describe_not_compared({"gradients": "not-wrapped"}) == [
