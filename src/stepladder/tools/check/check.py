@@ -315,7 +315,7 @@ class Check:
         # Dropout hides differences, and batch statistics of a share are others than those of all.
         neutral = any(event.grad and (event.drops or event.norms) for event in calls)
         try:
-            script = FrozenScript(run.launch, scratch_folder, ranks, neutral)
+            script = FrozenScript(run.launch, scratch_folder, ranks, neutral, run.outcome.seconds)
             comparison = compare_with_one_process(script, evidence, causes)
             return replace(comparison, findings=drop_known(comparison.findings, known))
         except NotComparable as error:

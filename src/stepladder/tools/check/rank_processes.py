@@ -122,6 +122,7 @@ class LaunchOutcome:
         enough: How many ranks the check has ended, since they have trained enough.
         rank_count: The number of ranks that were seen.
         position: Where the ranks were when they were ended, or while some waited long for others.
+        seconds: How long it took.
     """
 
     folder: Path
@@ -138,6 +139,7 @@ class LaunchOutcome:
     enough: int = 0
     rank_count: int = 0
     position: str = ""
+    seconds: float = 0.0
 
     def complete(self, recording: Recording) -> Recording:
         """Return the recording of this start, with how it ended."""
@@ -410,6 +412,7 @@ class RunningRanks:
             has_stepped=self.outcome.has_stepped or OptimizerStep.marker() in added,
             halted=self.outcome.halted or Halt.marker() in added,
             late=now - self.began > self.launch.timeout_s,
+            seconds=now - self.began,
             deadlock=self.observed.poll(),
             enough=self.outcome.enough + added.count(EnoughPasses.marker()),
             rank_count=max(self.observed.world_size, len(self.observed.pids)),

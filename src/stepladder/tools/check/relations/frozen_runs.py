@@ -26,6 +26,8 @@ from stepladder.tools.probe.events import CodeLine
 
 Variant = Literal["plain", "shuffled", "reweighted"]
 MAX_SECONDS = 120.0
+MIN_SECONDS = 20.0
+MAX_TIMES = 3  # as long as the first run
 SAME_RATIO = 0.02  # the relative difference of ratios that are the same
 
 
@@ -79,12 +81,19 @@ class FrozenScript:
         scratch: The folder of the check.
         ranks: The number of ranks of that run.
         neutral: Whether dropout, batch statistics and random augmentation have no effect.
+        seconds: How long that run took.
     """
 
     def __init__(
-        self, launch: RankLaunch, scratch: Path, ranks: int, neutral: bool = False
+        self,
+        launch: RankLaunch,
+        scratch: Path,
+        ranks: int,
+        neutral: bool = False,
+        seconds: float = MAX_SECONDS,
     ) -> None:
-        self.launch = launch
+        limits = MAX_SECONDS, MIN_SECONDS + MAX_TIMES * seconds, launch.timeout_s
+        self.launch = replace(launch, timeout_s=min(limits))
         self.scratch = scratch
         self.ranks = ranks
         self.neutral = neutral
@@ -127,7 +136,7 @@ class FrozenScript:
             settings = launch.settings
             recording = read_recording(outcome.folder, settings.original, settings.copy)
             recording = outcome.complete(recording)
-            if reason := reason_against(outcome):
+            if reason := reason_against(outcome, launch.timeout_s):
                 text = f"with frozen weights ({name}) the script {reason}"
                 raise NotComparable(text, recording)
             recordings[name] = recording
@@ -148,14 +157,13 @@ class FrozenScript:
             sandbox=sandbox,
             nproc=nproc,
             nodes=1,  # so each rank has a local rank of its own, and a GPU
-            timeout_s=min(launch.timeout_s, MAX_SECONDS),
         )
 
 
-def reason_against(outcome: LaunchOutcome) -> str:
+def reason_against(outcome: LaunchOutcome, timeout_s: float) -> str:
     """Return why a run proves nothing; empty where it was good."""
     if outcome.late:
-        return f"takes more than {MAX_SECONDS:g} s"
+        return f"takes more than {timeout_s:.0f} s"
     if outcome.has_stalled:
         return "stands still"
     return "fails" if outcome.failed else ""
