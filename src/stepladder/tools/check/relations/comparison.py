@@ -89,10 +89,9 @@ def causes_of(findings: Iterable[Finding]) -> dict[str, str]:
 
 def describe_not_compared(causes: dict[str, str]) -> list[str]:
     return [
-        f"{relation.holds.partition(':')[0]}: not compared, since {causes[relation.name].split()[0]} is why "
-        f"they differ"
+        f"{relation.holds.partition(':')[0]}: not compared, since {cause.split()[0]} is why they differ"
         for relation in RELATIONS
-        if relation.name in causes
+        if (cause := causes.get(relation.name))
     ]
 
 
