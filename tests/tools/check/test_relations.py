@@ -90,7 +90,7 @@ def test_a_relation_is_left_out_only_where_a_finding_says_why_it_does_not_hold()
     assert causes_of([finding_by("mean-of-means")]) == {"shown-numbers": "mean-of-means warning"}
     assert causes_of([finding_by("mean-of-means.training")]) == {}, "a note of other numbers"
     assert describe_not_compared({"gradients": "not-wrapped"}) == [
-        "gradients: not compared, since not-wrapped is why they differ"
+        "gradients: not compared, since not-wrapped explains it"
     ]
 
 

@@ -89,7 +89,7 @@ def causes_of(findings: Iterable[Finding]) -> dict[str, str]:
 
 def describe_not_compared(causes: dict[str, str]) -> list[str]:
     return [
-        f"{relation.holds.partition(':')[0]}: not compared, since {cause.split()[0]} is why they differ"
+        f"{relation.holds.partition(':')[0]}: not compared, since {cause.split()[0]} explains it"
         for relation in RELATIONS
         if (cause := causes.get(relation.name))
     ]
