@@ -44,8 +44,8 @@ France1/unet-multiclass-pytorch, rixwew/pytorch-fm, zhouhaoyi/Informer2020, bkny
   makes the loaders for training and for evaluation, so that test samples counted twice. A fourth added predictions up twice, and of a fifth the folder lacked a file that did not change.
 - Not offered: batch sizes that a GAN's loop repeats; a name that the model gets after its optimizer; a folder that each process makes anew; checkpoints that all processes write before rung f; a stream.
 
-After it containers are judged where they are printed, and must show as many numbers as on one process; a state that is carried, and a line for two kinds of loaders, are refused; a folder has all files. The
-first of them then shows the mean, as it should."""
+After it containers are judged where they are printed, and must show as many numbers as on one process; a state that is carried is refused; a line for two kinds of
+loaders shares each in its way, by whether it shuffles; a folder has all files. The first of them then shows the mean, as it should."""
 VARIABLES = {"MPLBACKEND": "Agg", "WANDB_MODE": "disabled"}  # no window, no account
 
 

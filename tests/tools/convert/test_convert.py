@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -89,9 +90,10 @@ ONE_LINE = """\
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
+torch.manual_seed(0)
+loaders = [DataLoader(TensorDataset(torch.randn(count, 4)), 8) for count in (64, 33)]
 model = torch.nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-loaders = [DataLoader(TensorDataset(torch.randn(count, 4)), 8) for count in (64, 33)]
 for epoch in range(2):
     for x, in loaders[0]:
         optimizer.zero_grad()
@@ -103,11 +105,30 @@ for epoch in range(2):
 
 
 @pytest.mark.slow
+def test_a_line_for_two_kinds_of_loaders_shares_each_in_its_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    by_count = "8, shuffle=count == 64) for count in"
+    (tmp_path / "train.py").write_text(ONE_LINE.replace("8) for count in", by_count))
+    result = convert_in(tmp_path, monkeypatch, "e")
+    assert result.stopped == ""
+    text = result.files["train.py"]
+    assert "share_samples(DataLoader" not in text
+    (tmp_path / "train_ddp.py").write_text(text)
+    shown = [run("run", *flags, "train_ddp.py", cwd=tmp_path) for flags in ((), ("--nproc", "2"))]
+    assert [done.returncode for done in shown] == [0, 0]
+    numbers = [re.findall(r"-?\d+\.\d+", done.stdout) for done in shown]
+    assert len(numbers[0]) == 2
+    one, two = ([float(each) for each in some] for some in numbers)
+    assert two == pytest.approx(one, rel=1e-3)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
         (CARRIED, "train.py:9 gives the model what it has returned a step before"),
-        (ONE_LINE, "train.py:6 makes loaders for training and for evaluation: write a line for"),
+        (ONE_LINE, "train.py:5 makes loaders for training and for evaluation: write a line for"),
     ],
 )
 def test_samples_that_cannot_be_shared_are_left_to_a_person(

@@ -33,25 +33,25 @@ class Use(NamedTuple):
 
 @dataclass(frozen=True)
 class LoaderFacts:
-    """The passes over the loaders that one line makes."""
+    """The passes over the loaders that one line makes, of those that train or of the others.
+
+    Args:
+        built: The line.
+        passes: The passes.
+        uses: The functions that use the loaders.
+        is_mixed: Whether the line makes loaders that train, and others.
+        is_told_by_order: Whether its loaders shuffle if they train, and only then.
+    """
 
     built: Location
     passes: list[LoaderPass]
     uses: list[tuple[Use, ...]]
+    is_mixed: bool = False
+    is_told_by_order: bool = True
 
     @property
     def is_training(self) -> bool:
         return any(one_pass.is_training for one_pass in self.passes)
-
-    @property
-    def is_evaluation(self) -> bool:
-        return any(not one_pass.is_training for one_pass in self.passes)
-
-    @property
-    def is_mixed(self) -> bool:
-        """Whether the line makes loaders for training, and others for evaluation."""
-        trained = {one_pass.start.loader for one_pass in self.passes if one_pass.is_training}
-        return self.is_training and any(p.start.loader not in trained for p in self.passes)
 
 
 class ScriptFacts:
@@ -87,12 +87,26 @@ class ScriptFacts:
     @cached_property
     def loaders(self) -> list[LoaderFacts]:
         """The loaders that are iterated, by the lines that make them."""
-        passes: dict[Location, list[LoaderPass]] = {}
+        trained = {one_pass.start.loader for one_pass in self.log.passes if one_pass.is_training}
+        passes: dict[tuple[Location, bool], list[LoaderPass]] = {}
+        strange = set[Location]()
         for one_pass in self.log.passes:
             if one_pass.loader_line:
-                passes.setdefault(self.location(one_pass.loader_line), []).append(one_pass)
+                built, trains = (
+                    self.location(one_pass.loader_line),
+                    one_pass.start.loader in trained,
+                )
+                passes.setdefault((built, trains), []).append(one_pass)
+                strange |= {built} if one_pass.start.shuffle is not trains else set()
         return [
-            LoaderFacts(built, of, list(self.uses_of_passes(of))) for built, of in passes.items()
+            LoaderFacts(
+                built,
+                of,
+                list(self.uses_of_passes(of)),
+                is_mixed=(built, not trains) in passes,
+                is_told_by_order=built not in strange,
+            )
+            for (built, trains), of in passes.items()
         ]
 
     def uses_of_passes(self, passes: Iterable[LoaderPass]) -> Iterator[tuple[Use, ...]]:

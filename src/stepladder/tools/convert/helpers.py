@@ -16,6 +16,7 @@ IMPORTS = {
     "islice": "from itertools import islice",
     "DistributedDataParallel": "from torch.nn.parallel import DistributedDataParallel",
     "DataLoader": "from torch.utils.data import DataLoader",
+    "SequentialSampler": "from torch.utils.data import SequentialSampler",
     "StopSignals": "from stepladder import StopSignals",
 }
 
@@ -86,6 +87,16 @@ def share_samples(loader):
 def share_batches(loader):
     """Return a loader of this process's batches: each sample is evaluated by one process."""
     return copy_loader(loader, batch_sampler=ShareOfSampler(loader.batch_sampler))''',
+    "share_shuffled": '''\
+def share_shuffled(loader):
+    """Return a loader of this process's share of each batch, if the loader shuffles."""
+    is_ordered = isinstance(loader.sampler, SequentialSampler)
+    return loader if is_ordered else share_samples(loader)''',
+    "share_ordered": '''\
+def share_ordered(loader):
+    """Return a loader of this process's batches, if the loader does not shuffle."""
+    is_ordered = isinstance(loader.sampler, SequentialSampler)
+    return share_batches(loader) if is_ordered else loader''',
     "sum_over_processes": '''\
 def sum_over_processes(value):
     """Return the sum of a number or a tensor over all processes; lists are joined."""

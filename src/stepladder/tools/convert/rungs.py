@@ -177,7 +177,8 @@ def _wrap_loaders(
             size = file.text_of(value)
             statement = conversion.statement(loader.built)
             add(edits, file, file.insert_after(statement, f"{size} = share_of_batch({size})"))
-        add(edits, file, *file.wrap(call, f"{helper}("))
+        by_order = "share_shuffled" if of_training else "share_ordered"
+        add(edits, file, *file.wrap(call, f"{by_order if loader.is_mixed else helper}("))
     return edits
 
 
@@ -194,7 +195,7 @@ def _find_call_of(conversion: Conversion, loader: LoaderFacts) -> ast.Call:
             f"has {len(calls)} calls of DataLoader: one on a line can be shared, in a file of the"
             " folder that you start in"
         )
-    elif loader.is_mixed:
+    elif loader.is_mixed and not loader.is_told_by_order:
         reason = "makes loaders for training and for evaluation: write a line for each"
     elif loader.passes[0].start.iterable:
         reason = "reads a stream: let each process skip the samples of the others"
