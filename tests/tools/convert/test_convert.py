@@ -91,9 +91,9 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 torch.manual_seed(0)
-loaders = [DataLoader(TensorDataset(torch.randn(count, 4)), 8) for count in (64, 33)]
 model = torch.nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loaders = [DataLoader(TensorDataset(torch.randn(count, 4)), 8) for count in (64, 33)]
 for epoch in range(2):
     for x, in loaders[0]:
         optimizer.zero_grad()
@@ -128,7 +128,7 @@ def test_a_line_for_two_kinds_of_loaders_shares_each_in_its_way(
     ("text", "reason"),
     [
         (CARRIED, "train.py:9 gives the model what it has returned a step before"),
-        (ONE_LINE, "train.py:5 makes loaders for training and for evaluation: write a line for"),
+        (ONE_LINE, "train.py:7 makes loaders for training and for evaluation: write a line for"),
     ],
 )
 def test_samples_that_cannot_be_shared_are_left_to_a_person(

@@ -294,10 +294,11 @@ def wrap_models(conversion: Conversion, arguments: str = "") -> Edits:
         text = f"{' = '.join(names)} = DistributedDataParallel({name}{arguments})"
         if model in facts.models_with_batch_norm:
             text = f"{name} = torch.nn.SyncBatchNorm.convert_sync_batchnorm({name})\n{text}"
-        if model == next(reversed(conversion.wrappings)):
-            text += "\ndraw_own_numbers()"
-        file = conversion.file(location)
-        add(edits, file, file.insert_before(conversion.statement(location), text))
+        file, statement = conversion.file(location), conversion.statement(location)
+        add(edits, file, file.insert_before(statement, text))
+    # Data that are drawn before the training are the same in all processes.
+    file, statement = next(find_epoch_loops(conversion), (file, statement))
+    add(edits, file, file.insert_before(statement, "draw_own_numbers()"))
     _name_inner_models(conversion, edits)
     return edits
 
