@@ -1641,7 +1641,7 @@ def optimizer_around_another_one() -> Job:
     return job(optimizer=Wrapping)
 
 
-@kind(refused="the momentum of a batch norm has changed", full="a hook of", optimizer="a hook of")
+@kind(refused="attribute momentum of the layer 1", full="a hook of", optimizer="a hook of")
 def batch_norm_whose_momentum_falls() -> Job:
     net = on_vectors(nn.BatchNorm1d(16), nn.ReLU())
     made = job(net)
