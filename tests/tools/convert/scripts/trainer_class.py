@@ -72,7 +72,7 @@ class Trainer:
             train_loss = self.train_epoch()
             val_loss = self.validate()
             self.history.append({"epoch": epoch, "train": train_loss, "val": val_loss})
-            print(f"epoch {epoch} train {train_loss:.5f} val {val_loss:.5f} {time.time() - began:.1f} s")
+            print(f"epoch {epoch} train {train_loss:.5f} val {val_loss:.5f} {time.time() - began:.6f} s")
             self.log.write(f"{val_loss}\n")
             if val_loss < best:
                 best, patience = val_loss, 0
