@@ -86,22 +86,25 @@ def _choose_target(script: Path) -> Path:
 
 
 def write_files(result: Conversions, script: Path, target: Path) -> list[Path]:
-    """Write the converted files, and return their paths."""
+    """Write the converted files, the script first, and return their paths.
+
+    A folder gets all files of the script, so that it can be started.
+    """
     if not result.files:
         return []
-    if len(result.files) == 1:
-        paths = dict.fromkeys(result.files, target)
-    else:
-        folder = target.with_suffix("")
-        paths = {name: folder / name for name in result.sources}
-        for name in result.sources:  # packages that are imported
-            for package in Path(name).parents:
-                if (package / "__init__.py").is_file():
-                    paths[str(package / "__init__.py")] = folder / package / "__init__.py"
+    texts = result.files
+    paths = dict.fromkeys(texts, target)
+    if len(texts) > 1:
+        texts = dict(result.sources)
+        root = script.absolute().parents[len(Path(next(iter(texts))).parts) - 1]
+        packages = {package for name in texts for package in Path(name).parents}
+        for module in (package / "__init__.py" for package in packages):
+            if str(module) not in texts and (root / module).is_file():
+                texts[str(module)] = (root / module).read_text(encoding="utf-8")
+        paths = {name: target.with_suffix("") / name for name in texts}
     for name, path in paths.items():
         path.parent.mkdir(parents=True, exist_ok=True)
-        text = result.sources.get(name) or Path(name).read_text(encoding="utf-8")
-        write_output(path, text, "--write")
+        write_output(path, texts[name], "--write")
     return list(paths.values())
 
 
@@ -126,10 +129,9 @@ def _show_end(result: Conversions, script: Path, written: list[Path], is_partial
     for path in written:
         echo(f"written: {path}")
     if written:
-        [main] = [path for path in written if len(written) == 1 or path.name == script.name][:1]
-        echo(f"to start it on two processes: stepladder run --nproc 2 {main}")
+        echo(f"to start it on two processes: stepladder run --nproc 2 {written[0]}")
         submit = "stepladder submit --dry-run --nodes 2 --nproc 2 -- run"
-        echo(f"to see its batch script for two nodes: {submit} {main}")
+        echo(f"to see its batch script for two nodes: {submit} {written[0]}")
     elif is_partial:
         echo("not written: without rung c each process would train a model of its own")
     elif result.files and not written:

@@ -110,10 +110,7 @@ class UnsavedState(LoopListener):
 
     def _read_modules(self) -> dict[str, Any]:
         return {
-            f"attribute {name} of the layer {path or type(module).__name__}": (
-                value,
-                _count_writes_of(value),
-            )
+            f"attribute {name} of the layer {path}": (value, _count_writes_of(value))
             for path, module in self.modules.items()
             for name, value in _read_own_attributes(module).items()
         }

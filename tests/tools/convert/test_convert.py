@@ -143,16 +143,36 @@ def test_samples_that_cannot_be_shared_are_left_to_a_person(
 def test_a_folder_has_all_files_of_the_script(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "nets").mkdir()
-    (tmp_path / "nets" / "__init__.py").write_text("")
-    sources = {"train.py": "from nets import a", "nets/a.py": "import torch", "nets/b.py": "1"}
-    changed = {name: sources[name] for name in ("train.py", "nets/a.py")}
-    target = tmp_path / "train_ddp.py"
-    written = write_files(Conversions([], changed, "", sources), tmp_path / "train.py", target)
-    names = {path.relative_to(tmp_path / "train_ddp").as_posix() for path in written}
-    assert names == {*sources, "nets/__init__.py"}
-    assert all(path.is_file() for path in written)
+    root = tmp_path / "root"
+    (root / "nets").mkdir(parents=True)
+    (root / "nets" / "__init__.py").write_text("1")
+    monkeypatch.chdir(tmp_path)  # the script is in another folder
+    sources = {"train.py": "from nets import a", "nets/a.py": "import torch", "nets/b.py": ""}
+    changed = {name: sources[name] for name in ("nets/a.py", "train.py")}
+    result = Conversions([], changed, "", sources)
+    written = write_files(result, root / "train.py", root / "train_ddp.py")
+    names = [path.relative_to(root / "train_ddp").as_posix() for path in written]
+    assert names == [*sources, "nets/__init__.py"]
+    assert [path.read_text() for path in written] == [*sources.values(), "1"]
+
+
+@pytest.mark.slow
+def test_files_of_other_folders_are_never_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, elsewhere = tmp_path / "root", tmp_path / "elsewhere"
+    for folder in (root, elsewhere):
+        folder.mkdir()
+    text = "import torch\nfirst = torch.zeros(1)\n"
+    for name in ("linked.py", "inside.py"):
+        (elsewhere / name).write_text(text)
+    (root / "linked.py").symlink_to(elsewhere / "linked.py")
+    (root / "nets").symlink_to(elsewhere)
+    (root / "train.py").write_text(f"import linked\nfrom nets import inside\n{ONE_LINE}")
+    result = convert_in(root, monkeypatch, "b")
+    assert [rung.rung.letter for rung in result.rungs] == ["a"]
+    assert set(result.sources) == {"train.py", "linked.py"}
+    assert {path.read_text() for path in elsewhere.iterdir()} == {text}
 
 
 @pytest.mark.slow

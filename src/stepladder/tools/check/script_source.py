@@ -217,9 +217,12 @@ def imported_modules(tree: ast.Module) -> Iterator[str]:
 
 
 def imported_paths(tree: ast.Module, folder: Path) -> list[Path]:
-    """Return the files in a folder that a file of it imports."""
+    """Return the files in a folder that a file of it imports.
+
+    A link to a file is in the folder, as in a copy of it; what a link to a folder holds is not.
+    """
     names = filter(None, (name.strip(".") for name in imported_modules(tree)))
     targets = [folder / re.sub(r"\.+", "/", name) for name in names]
     paths = [target.with_name(f"{target.name}.py") for target in targets]
     paths += [target / "__init__.py" for target in targets]
-    return [path.resolve() for path in paths if path.is_file()]
+    return [path.parent.resolve() / path.name for path in paths if path.is_file()]

@@ -166,7 +166,9 @@ class Converter:
         recorded = self.starter.run_few_batches()
         self.require_training(recorded)
         source = read_source(self.style.script, self.style.root)
-        files = {item.name: SourceText(item.name, item.path) for item in source.files}
+        # Those of other folders have absolute names: they are read, and never written.
+        inside = [item for item in source.files if not Path(item.name).is_absolute()]
+        files = {item.name: SourceText(item.name, item.path) for item in inside}
         main = str(self.style.script.relative_to(self.style.root))
         conversion = Conversion(main, files, ScriptFacts(recorded.recording))
         self.shortening = shorten_epochs(conversion, self.request.epochs or 2)

@@ -92,10 +92,8 @@ class ScriptFacts:
         strange = set[Location]()
         for one_pass in self.log.passes:
             if one_pass.loader_line:
-                built, trains = (
-                    self.location(one_pass.loader_line),
-                    one_pass.start.loader in trained,
-                )
+                built = self.location(one_pass.loader_line)
+                trains = one_pass.start.loader in trained
                 passes.setdefault((built, trains), []).append(one_pass)
                 strange |= {built} if one_pass.start.shuffle is not trains else set()
         return [

@@ -208,10 +208,10 @@ def _find_call_of(conversion: Conversion, loader: LoaderFacts) -> ast.Call:
 
 def share_training_samples(conversion: Conversion) -> Edits:
     """Give each process its share of each training batch."""
-    for location in conversion.facts.carried:
+    if carried := conversion.facts.carried:
         raise CannotConvert(
-            f"{location.file}:{location.line} gives the model what it has returned a step before:"
-            " each process would continue from samples of another one"
+            f"{carried[0].file}:{carried[0].line} gives the model what it has returned a step"
+            " before: each process would continue from samples of another one"
         )
     return _wrap_loaders(conversion, of_training=True, helper="share_samples")
 

@@ -99,7 +99,7 @@ def numbers_and_texts(values: Iterable[Any]) -> Iterator[Any]:
         if isinstance(value, dict):
             yield from numbers_and_texts(chain.from_iterable(value.items()))
         else:
-            yield value.item() if hasattr(value, "item") else value
+            yield value.item() if has_one_element(value) and hasattr(value, "item") else value
 
 
 @default_on_error(str)
@@ -113,8 +113,13 @@ def is_printed(value: Any, depth: int = 2) -> bool:
         parts = value.values() if isinstance(value, dict) else value
         is_small = depth > 0 and len(value) <= MAX_PRINTED_ITEMS
         return is_small and all(is_printed(part, depth - 1) for part in parts)
+    return isinstance(value, PRINTED_TYPES) or has_one_element(value)
+
+
+@default_on_error(bool)
+def has_one_element(value: Any) -> bool:
     count = getattr(value, "numel", lambda: getattr(value, "size", None))  # torch's, and NumPy's
-    return isinstance(value, PRINTED_TYPES) or count() == 1
+    return bool(count() == 1)
 
 
 def message_event(call: WrappedCall) -> Print | None:
