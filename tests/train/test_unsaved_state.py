@@ -151,6 +151,21 @@ def test_what_a_step_keeps_on_a_weight_a_layer_or_in_its_memory_is_refused() -> 
         handle.remove()
 
 
+class Keeping(torch.optim.SGD):
+    """Keeps in its own step, without a hook, an average on each weight."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        keep_on_weight(self)
+        super().step()
+
+
+def test_what_an_own_step_keeps_on_a_weight_is_refused() -> None:
+    job = make_job()
+    job = Job(job.model, Keeping(job.model.parameters(), lr=0.1), job.loss, job.train_data)
+    with pytest.raises(InputError, match="attribute average of the weight weight, which"):
+        step(job)
+
+
 def test_what_forward_keeps_on_a_layer_is_left_alone() -> None:
     job = make_job()
     register(job, lambda optimizer, *_: clip(optimizer))
