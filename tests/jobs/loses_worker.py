@@ -2,7 +2,9 @@
 
 import os
 import signal
+import socket
 import sys
+from multiprocessing import resource_sharer
 
 import torch
 import torch.distributed as dist
@@ -19,10 +21,20 @@ class Samples(Dataset):
         if HOW == "full":  # of 8 MB in a batch
             return torch.full((1 << 20,), float(index)), index
         if index == 40 and dist.get_rank() == 1:
-            if HOW == "killed":
+            if HOW == "deaf":
+                close_connection_early()
+            if HOW in ("killed", "deaf"):
                 os.kill(os.getpid(), signal.SIGKILL)
             return lambda: "which cannot be pickled"
         return torch.tensor(float(index))
+
+
+def close_connection_early():
+    """Connect as a rank does that wants a tensor, and close, as one does that ends meanwhile."""
+    resource_sharer.DupFd(0)  # starts the thread that listens
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(resource_sharer._resource_sharer._address)
+    resource_sharer.stop()
 
 
 def collate(samples):

@@ -22,8 +22,9 @@ def lose_worker(folder: Path, how: str) -> str:
 
 
 @pytest.mark.ranks
-def test_a_killed_worker_is_named_with_its_cause(tmp_path: Path) -> None:
-    shown = lose_worker(tmp_path, "killed")
+@pytest.mark.parametrize("how", ["killed", "deaf"])
+def test_a_killed_worker_is_named_with_its_cause(how: str, tmp_path: Path) -> None:
+    shown = lose_worker(tmp_path, how)
     killed = "rank 1 failed: RuntimeError: DataLoader worker (pid N) is killed by signal: Killed."
     assert killed in shown and "cause: out of memory, most often" in shown
     assert "Traceback" not in shown  # where the rank was is chance

@@ -13,6 +13,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from multiprocessing.util import register_after_fork
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -60,9 +61,23 @@ def _die_with_rank(_: object) -> None:
     that forked it, so only workers of the rank's main thread may ask for this: another thread may
     end while the rank still needs the worker.
 
+    The rank says why it ends. Its workers, from which it may be receiving a tensor, say nothing.
     """
     if threading.current_thread().name == "MainThread":
         die_with_parent()
+    sys.excepthook = partial(_show_worker_error, sys.excepthook)
+
+
+def _show_worker_error(
+    show: Callable[..., object], kind: type[BaseException], error: BaseException, trace: object
+) -> None:
+    """Show the error of a worker, but not that its rank has closed a connection.
+
+    multiprocessing's resource_sharer calls `sys.excepthook` in its thread for those.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    if is_main or not isinstance(error, OSError | EOFError):
+        show(kind, error, trace)
 
 
 class SharedResources(NamedTuple):

@@ -108,6 +108,7 @@ def answer_stack_signal_into(descriptor: int) -> None:
     """Write this process's stacks into an open file at each stack signal, and when it crashes."""
     if not faulthandler.is_enabled():  # if it is, the user wants to see crashes on stderr
         faulthandler.enable(descriptor, all_threads=True)
+    # This handler sets errno to 0. One that chains restores it, but interrupts system calls.
     faulthandler.register(get_stack_signal(), descriptor, all_threads=True, chain=False)
 
 
