@@ -27,6 +27,13 @@ SETTINGS: dict[str, Callable[[str], Any]] = {
     **dict.fromkeys(("columns", "header"), lambda text: tuple(text.split(","))),
     **dict.fromkeys(("dtype", "format"), str),
 }
+SETTING_EXAMPLES = {
+    "block": "1024",
+    "columns": "x,y",
+    "dtype": "uint32",
+    "header": "x,y",
+    "format": "csv",
+}
 # A setting in a HINT, as Python has it.
 SETTING = re.compile(rf"\b({'|'.join(SETTINGS)})=(\[.*?\]|\".*?\"|)")
 SetTexts = Annotated[
@@ -232,10 +239,14 @@ def _parse_settings(texts: tuple[str, ...]) -> Iterator[dict[str, Any]]:
     given = {}
     for text in texts:
         name, _, value = text.partition("=")
-        read = SETTINGS.get(name)
-        given[name] = read(value) if read and value else None
+        if name not in SETTINGS:
+            problem = f"--set {text}: there is no setting {name!r}"
+            raise InputError(problem, f"--set NAME=VALUE, of {', '.join(SETTINGS)}")
+        given[name] = SETTINGS[name](value) if value else None
         if given[name] is None:
-            raise InputError(f"--set {text}", f"--set NAME=VALUE, of {', '.join(SETTINGS)}")
+            raise InputError(
+                f"--set {text}: {value!r} is no {name}", f"--set {name}={SETTING_EXAMPLES[name]}"
+            )
     try:
         yield given
     except InputError as error:
