@@ -1,12 +1,14 @@
-"""Output to a terminal that its reader has closed."""
+"""Output to a terminal: long lines are wrapped, and its reader may have closed it."""
 
 from __future__ import annotations
 
 import os
+import termios
 
+import pytest
 from rich.progress import Progress
 
-from stepladder.core.console import LossyStream
+from stepladder.core.console import LossyStream, write_text
 from stepladder.core.terminal import make_console
 
 
@@ -22,3 +24,29 @@ def test_a_library_that_writes_to_a_closed_terminal_is_not_ended() -> None:
         bar.refresh()
         bar.stop()
         terminal.flush()
+
+
+LONG = "error: recipe 'digitz' is unknown; there are digits, gpt, mlp. HINT: did you mean digits?"
+
+
+@pytest.mark.parametrize(
+    ("text", "end", "shown"),
+    [
+        (
+            LONG,
+            "\n",
+            "error: recipe 'digitz' is unknown; there\n  are digits, gpt, mlp.\n"
+            "  HINT: did you mean digits?\n",
+        ),
+        ("  do: a b " + "c" * 50, "\n", f"  do: a b\n    {'c' * 50}\n"),
+        (f"    {LONG}", "\n", f"    {LONG}\n"),  # code
+        (f"{LONG}\n", "", f"{LONG}\n"),  # a file
+    ],
+)
+def test_a_terminal_breaks_no_word(text: str, end: str, shown: str) -> None:
+    ours, theirs = os.openpty()
+    termios.tcsetwinsize(theirs, (24, 40))
+    with os.fdopen(theirs, "w") as terminal, os.fdopen(ours, "rb") as reader:
+        write_text(text, terminal, end)
+        expected = shown.replace("\n", "\r\n").encode()
+        assert reader.read(len(expected)) == expected

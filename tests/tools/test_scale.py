@@ -147,13 +147,24 @@ def test_the_useful_number_of_processes() -> None:
 
 def test_what_cannot_be_relied_on_is_said() -> None:
     busy = replace(ONE, parts=ONE.parts | {"compute": 4.0, "cores": 4.0})
-    text = " ".join(Scaling("job", False, [busy, size(2, 4, compute=4)]).verdicts())
+    sizes = [busy, size(2, 4, compute=4), size(4, 2, compute=2)]
+    text = " ".join(Scaling("job", False, sizes).verdicts())
     assert "on 1 process, for 50% of a step's time no core was free" in text
     assert "no prediction for more of them" in text
+    two = [ONE, size(2, 5, compute=4, communication=1)]
     quiet = " ".join(
-        Scaling("job", False, [ONE, size(2, 5, compute=4, communication=1)]).verdicts()
+        Scaling("job", False, [*two, size(4, 3.25, compute=2, communication=1.25)]).verdicts()
     )
     assert "busy" not in quiet and "below one half beyond 5 processes." in quiet
+
+
+def test_two_numbers_of_processes_have_no_law() -> None:
+    scaling = Scaling("job", False, [ONE, size(2, 5, compute=4, communication=1)])
+    page = render_scaling_page(scaling)
+    assert "law" not in " ".join(scaling.verdicts()) + page
+    assert "communication" in page and "imbalance" not in page  # of which nothing was lost
+    assert ">range<" not in page  # of one round
+    assert scaling.as_json()["fit"] is None
 
 
 def test_faster_than_ideal_is_no_negative_cost() -> None:

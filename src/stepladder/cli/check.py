@@ -161,7 +161,7 @@ def split_arguments(text: str) -> tuple[str, ...]:
 def show_report(report: Report, as_json: bool) -> None:
     """Print a report, the most serious findings first, or all of it as JSON."""
     if as_json:
-        echo(json_of_report(report))
+        echo(f"{json_of_report(report)}\n", end="")
         return
     for finding in report.findings[:MAX_SHOWN_FINDINGS]:
         show_finding(finding)

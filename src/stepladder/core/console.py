@@ -6,6 +6,7 @@ import json
 import os
 import re
 import sys
+import textwrap
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from io import TextIOWrapper
@@ -18,6 +19,8 @@ CONTROL_BYTES = re.compile(
 )
 
 CLEAR_LINE = "\x1b[K"  # to the end of a terminal's line
+CODE_INDENT = " " * 4
+DEFAULT_COLUMNS = 80
 SLOW_S = 5.0
 STANDARD_STREAMS = range(3)  # the file descriptors of stdin, stdout and stderr
 
@@ -30,7 +33,7 @@ def draw_bar(text: str, terminal: TextIO) -> None:
     if _bar == [(terminal, text)]:
         return
     with suppress(OSError):
-        columns = os.get_terminal_size(terminal.fileno()).columns or 80
+        columns = _count_columns(terminal)
         _write(f"\r{text[: columns - 1]}{CLEAR_LINE}", terminal)
         _bar[:] = [(terminal, text)]
 
@@ -75,7 +78,7 @@ def echo(text: str, err: bool = False, end: str = "\n") -> None:
 
 def echo_json(facts: Mapping[str, Any]) -> None:
     """Print the result of --json: an object on one line, whose form has a number."""
-    echo(json.dumps({"schema": 1, **facts}))
+    echo(json.dumps({"schema": 1, **facts}) + "\n", end="")
 
 
 def write_text(text: str, stream: TextIO | None, end: str = "\n") -> None:
@@ -84,12 +87,46 @@ def write_text(text: str, stream: TextIO | None, end: str = "\n") -> None:
     Args:
         text: What to write; control characters are escaped.
         stream: Where to write; None, or a closed stream, is ignored.
-        end: What follows the text.
+        end: What follows the text; without it the text is that of a file, and is not wrapped.
     """
     if stream is None or getattr(stream, "closed", False):
         return
     clear_bar()
-    _write(f"{make_printable(text)}{end}", stream)
+    text = make_printable(text)
+    _write(f"{wrap_lines(text, stream) if end else text}{end}", stream)
+
+
+def wrap_lines(text: str, stream: TextIO) -> str:
+    """Return the text with line breaks between words where a terminal's lines would end.
+
+    A HINT then begins a line, and lines that go on are indented. Lines with an indent of
+    CODE_INDENT are code, and stay.
+    """
+    if not is_terminal(stream):
+        return text
+    columns = _count_columns(stream)
+    lines = []
+    for line in text.split("\n"):
+        if len(line) <= columns or line.startswith(CODE_INDENT):
+            lines.append(line)
+            continue
+        indent = line[: len(line) - len(line.lstrip())] + "  "
+        for part in line.replace(" HINT: ", f"\n{indent}HINT: ").split("\n"):
+            lines += textwrap.wrap(
+                part,
+                columns,
+                subsequent_indent=indent,
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+    return "\n".join(lines)
+
+
+def _count_columns(terminal: TextIO) -> int:
+    """Return the length of a terminal's lines."""
+    with suppress(OSError):
+        return os.get_terminal_size(terminal.fileno()).columns or DEFAULT_COLUMNS
+    return DEFAULT_COLUMNS
 
 
 class LossyStream:

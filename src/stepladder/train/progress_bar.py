@@ -8,7 +8,7 @@ from typing import TextIO
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from stepladder.core.console import LossyStream, is_terminal, make_printable, write_text
+from stepladder.core.console import LossyStream, is_terminal, make_printable, wrap_lines, write_text
 from stepladder.core.terminal import make_console
 
 PLAIN_LINE_INTERVAL_S = 10.0
@@ -79,7 +79,8 @@ class ProgressBar:
 
     def _show_line(self, text: str) -> None:
         self.last_line_time = time.monotonic()
-        if self.bar is not None:
-            self.bar.console.print(make_printable(text), highlight=False, markup=False)
+        if self.bar is not None and self.stream is not None:
+            text = wrap_lines(make_printable(text), self.stream)
+            self.bar.console.print(text, highlight=False, markup=False, soft_wrap=True)
         else:
             write_text(text, self.stream)

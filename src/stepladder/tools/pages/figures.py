@@ -95,10 +95,11 @@ def make_scale(lo: float, hi: float, lo_pixel: float, hi_pixel: float) -> Scale:
 def draw_bars(
     name: str, rows: Mapping[str, Mapping[str, float]], unit: str, colours: Mapping[str, str]
 ) -> Figure:
-    """Draw a stacked bar per row, with a legend of its parts.
+    """Draw a stacked bar per row, with a legend of its parts that are not 0.
 
     The sum is written beside each bar if there is a unit.
     """
+    rows = {label: {k: v for k, v in parts.items() if v} for label, parts in rows.items()}
     colours = {kind: colours[kind] for parts in rows.values() for kind in parts}
     sums = [sum(parts.values()) for parts in rows.values()]
     max_sum = max(sums, default=0.0) or 1.0

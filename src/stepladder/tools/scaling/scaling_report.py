@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +43,8 @@ SCRIPT_PARTS = {
     ),
 }
 MIN_REPORTED_SHARE = 0.02  # of a step's time
+NO_SHARE = "0%"
+MIN_SIZES_OF_LAW = 3  # two cannot tell a cost per process from one per pair
 MAX_BUSY_SHARE = 0.1  # of a step's time without a free core, on a quiet machine
 IDEAL_EFFICIENCY = 0.98  # at least: no lost time is reported
 COLUMN_NAMES = ("processes", "ms per step", "range", "speed-up", "efficiency")
@@ -86,20 +88,23 @@ class Scaling:
         return SCRIPT_PARTS if self.is_script else STEP_PARTS
 
     def as_json(self) -> dict[str, Any]:
-        law = fit_results(self.sizes)
-        useful, low, high = estimate_useful_range(self.sizes)
         return {
             "schema": 1,
             "job": self.job,
             "outside": self.is_script,
             "weak": self.weak,
             "sizes": [self._size_as_json(size) for size in self.sizes],
-            "fit": {
-                "contention": law.contention,
-                "coherency": law.coherency,
-                "useful_nproc": useful,
-                "useful_range": [low, high],
-            },
+            "fit": self._fit_as_json() if len(self.sizes) >= MIN_SIZES_OF_LAW else None,
+        }
+
+    def _fit_as_json(self) -> dict[str, Any]:
+        law = fit_results(self.sizes)
+        useful, low, high = estimate_useful_range(self.sizes)
+        return {
+            "contention": law.contention,
+            "coherency": law.coherency,
+            "useful_nproc": useful,
+            "useful_range": [low, high],
         }
 
     def _size_as_json(self, size: SizeResult) -> dict[str, Any]:
@@ -120,7 +125,7 @@ class Scaling:
         """Return a sentence per size, one on how many processes are useful, and warnings."""
         baseline = self.baseline
         sentences = [describe_size(size, baseline, self.parts) for size in self.sizes[1:]]
-        if len(self.sizes) > 1:
+        if len(self.sizes) >= MIN_SIZES_OF_LAW:
             sentences.append(_describe_useful_range(self.sizes))
         busy_share = baseline.parts["cores"] / baseline.seconds
         if busy_share > MAX_BUSY_SHARE:
@@ -192,7 +197,15 @@ def make_tables(scaling: Scaling, width: int) -> Iterator[Table]:
             shares = [_format_share(s / size.seconds) for s in lost_seconds.values()]
         heading, *cells = _make_row(size, baseline)
         columns[heading] = [*cells, *shares, f"{size.launch:.1f}"]
+    filled = _find_filled(columns.values())
+    rows = [rows[index] for index in filled]
+    columns = {heading: [cells[index] for index in filled] for heading, cells in columns.items()}
     return make_column_tables(f"{scaling.job}, {scaling.kind}", corner, rows, columns, width)
+
+
+def _find_filled(lines: Iterable[list[str]]) -> list[int]:
+    """Return the places at which one of some lines of cells says something."""
+    return [n for n, cells in enumerate(zip(*lines, strict=True)) if {*cells} - {"", NO_SHARE}]
 
 
 def _format_share(share: float) -> str:
@@ -211,7 +224,7 @@ def _make_row(size: SizeResult, baseline: SizeResult) -> list[str]:
     return [
         _format_nproc(size),
         median,
-        f"{shortest} to {longest}",
+        f"{shortest} to {longest}" if shortest != longest else "",
         f"{size.speedup(baseline):.2f}",
         f"{size.efficiency(baseline):.0%}",
     ]
@@ -257,6 +270,7 @@ def _make_loss_section(scaling: Scaling) -> dict[str, object]:
     rows = [
         [name, format_amount(1e3 * share * last.seconds), f"{share:.0%}", *scaling.parts[name]]
         for name, share in _sort_by_share(last.lost_shares(baseline)).items()
+        if _format_share(share) != NO_SHARE
     ]
     return {
         "figure": draw_bars("where the efficiency went, by part", bars, "", PART_COLOURS),
@@ -276,21 +290,23 @@ def _make_times_section(scaling: Scaling) -> dict[str, object]:
         rows.append(row)
     if not scaling.is_script:
         names.insert(3, "samples per s")
-    return {"head": names, "rows": rows}
+    filled = _find_filled(rows)
+    rows = [[row[index] for index in filled] for row in rows]
+    return {"head": [names[index] for index in filled], "rows": rows}
 
 
 def _draw_speedups(sizes: list[SizeResult]) -> Figure:
     baseline = sizes[0]
     min_nproc = baseline.nproc
-    max_nproc = 2 * sizes[-1].nproc
-    law = fit_results(sizes)
-    start = law.speedup(min_nproc)
-    fitted_counts = np.linspace(min_nproc, max_nproc, 60)
-    curves = {
-        "ideal": [(float(n), n / min_nproc) for n in (min_nproc, max_nproc)],
-        "fitted law": [(float(n), law.speedup(n) / start) for n in fitted_counts],
-        "measured": [(float(size.nproc), size.speedup(baseline)) for size in sizes],
-    }
+    has_law = len(sizes) >= MIN_SIZES_OF_LAW
+    max_nproc = sizes[-1].nproc * (2 if has_law else 1)
+    curves = {"ideal": [(float(n), n / min_nproc) for n in (min_nproc, max_nproc)]}
+    if has_law:
+        law = fit_results(sizes)
+        start = law.speedup(min_nproc)
+        fitted_counts = np.linspace(min_nproc, max_nproc, 60)
+        curves["fitted law"] = [(float(n), law.speedup(n) / start) for n in fitted_counts]
+    curves["measured"] = [(float(size.nproc), size.speedup(baseline)) for size in sizes]
     return draw_lines("speed-up", curves, "processes", "times as fast", dots=["measured"])
 
 
