@@ -139,7 +139,7 @@ def test_the_page_says_what_happened_and_needs_nothing_else(run_dir: Path, tmp_p
     assert summary["best test_mse"] == f"{best['value']:.6g}, after step {best['step']}"
     assert float(summary["last test_mse"]) > 0
     assert len(re.findall('class="note"', text.split("<figure>")[1])) == 16
-    assert json.loads((run_dir / "result.json").read_text())["weights_sha256"] in text
+    assert json.loads((run_dir / "result.json").read_text())["weights_sha256"][:12] in text
     assert not re.search(r"<script|https?://|@import|url\(", text)
     HTMLParser().feed(text)
     for picture in re.findall(r"<svg.*?</svg>", text, re.DOTALL):
@@ -336,7 +336,7 @@ def test_labels_of_one_step_lie_one_below_the_other() -> None:
     labels = {
         element.text: float(element.attrib["y"])
         for element in elements
-        if element.get("class") == "event"
+        if element.tag == "text" and element.text in {event.label for event in events}
     }
     assert labels["1 lost"] == labels["2 lost"] != labels["1 joined"]
     [curve] = [element.attrib["points"] for element in elements if element.tag == "polyline"]

@@ -20,7 +20,7 @@ from stepladder.tools.diff.verdict import (
     shorten,
 )
 from stepladder.tools.pages.figures import COLOURS, Figure
-from stepladder.tools.pages.line_chart import Points, draw_lines
+from stepladder.tools.pages.line_chart import Points, draw_lines, find_x_range
 from stepladder.tools.pages.page import GENERATOR, render_page
 from stepladder.tools.report.record import RunRecord, read_run
 from stepladder.tools.report.report import EPOCH_LOSS, describe_sizes, format_time
@@ -143,8 +143,12 @@ def _draw_curves(names: Sequence[str], records: Sequence[RunRecord]) -> list[Fig
         for metric, curve in metrics.evaluations.items():
             evaluated[metric][name] = curve.points
     evaluated.pop(EPOCH_LOSS, None)
-    figures = [draw_lines("training loss", losses, "step", "loss")]
-    for metric, curves in evaluated.items():
-        if len(curves) > 1:
-            figures.append(draw_lines(metric, curves, "step", metric, dots=list(curves)))
-    return [*figures, draw_lines("learning rate", rates, "step", "learning rate")]
+    compared = {metric: curves for metric, curves in evaluated.items() if len(curves) > 1}
+    x_range = find_x_range(
+        points for curves in (losses, rates, *compared.values()) for points in curves.values()
+    )
+    figures = [draw_lines("training loss", losses, "step", "loss", x_range=x_range)]
+    for metric, curves in compared.items():
+        figures.append(draw_lines(metric, curves, "step", metric, list(curves), x_range=x_range))
+    figures.append(draw_lines("learning rate", rates, "step", "learning rate", x_range=x_range))
+    return figures

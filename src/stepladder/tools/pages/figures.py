@@ -17,24 +17,24 @@ SPAN_COLOUR = COLOURS[5]
 WIDTH = 640
 HEIGHT = 260
 # The margins of a plot, which hold the labels of its axes.
-LEFT = 64
+LEFT = 76
 RIGHT = 12
 TOP = 12
 BOTTOM = 40
 PLOT_RIGHT = WIDTH - RIGHT
 PLOT_BOTTOM = HEIGHT - BOTTOM
 PLOT_WIDTH = WIDTH - LEFT - RIGHT
-BARS_LEFT = 110
+BARS_LEFT = 130
 BARS_RIGHT = 90
 MAX_BAR_WIDTH = WIDTH - BARS_LEFT - BARS_RIGHT
 BAR_ROW_HEIGHT = 26
 SPAN_ROW_HEIGHT = 24
-MIN_WIDTH_OF_NUMBER = 32  # narrower parts of a bar show no number
 MAX_HEAT_MAP_HEIGHT = 360
 MAX_HEAT_MAP_LABELS = 16
 NUM_SCALE_CELLS = 8
+NUM_TICKS = 5
 LEGEND_COLUMNS = 4
-LEGEND_LETTER_WIDTH = 7.2  # at most
+LETTER_WIDTH = 10  # at most, where the page is narrow
 LEGEND_LINE_LENGTH = 22
 LEGEND_ROW_HEIGHT = 18
 
@@ -121,7 +121,7 @@ def draw_bars(
                 fill=colours[kind],
             )
             marks.append(part)
-            if width > MIN_WIDTH_OF_NUMBER:
+            if width > len(number) * LETTER_WIDTH:
                 marks.append(make_text(x + width / 2, y + 13, number, "middle", class_="on"))
             x += width
         if unit:
@@ -234,12 +234,15 @@ def choose_ticks(lo: float, hi: float) -> list[float]:
     """Return about five round numbers within [lo, hi]."""
     if hi <= lo:
         return [lo]
-    min_step = (hi - lo) / 5
-    base = 10.0 ** np.floor(np.log10(min_step))
-    step = next(base * factor for factor in (1, 2, 5, 10) if base * factor >= min_step)
-    first = int(np.ceil(lo / step))
-    last = int(np.floor(hi / step))
-    return [float(round(index * step, 12)) for index in range(first, last + 1)]
+    base = 10.0 ** np.floor(np.log10((hi - lo) / NUM_TICKS))
+
+    def get_ticks(step: float) -> list[float]:
+        first = int(np.ceil(lo / step))
+        last = int(np.floor(hi / step))
+        return [float(round(index * step, 12)) for index in range(first, last + 1)]
+
+    choices = [get_ticks(base * factor) for factor in (10, 5, 2, 1)]
+    return min(choices, key=lambda ticks: abs(len(ticks) - NUM_TICKS))
 
 
 def _draw_axis_ends(y: float, x_name: str, first: float, last: float) -> list[Mark]:
@@ -265,7 +268,7 @@ def add_legend(
 
     There are fewer columns if a name is long.
     """
-    longest = max(map(len, colours), default=0) * LEGEND_LETTER_WIDTH + 36
+    longest = max(map(len, colours), default=0) * LETTER_WIDTH + 36
     columns = max(1, min(LEGEND_COLUMNS, int(PLOT_WIDTH // longest)))
     column_width = PLOT_WIDTH // columns
     legend: list[Mark] = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -12,6 +12,7 @@ import numpy as np
 from stepladder.tools.pages.figures import (
     HEIGHT,
     LEFT,
+    LETTER_WIDTH,
     PLOT_BOTTOM,
     PLOT_RIGHT,
     TOP,
@@ -31,9 +32,8 @@ MAX_PLOT_POINTS = 400  # of a curve: more than pixels can show
 MAX_HOVER_BANDS = 120
 DASHES = ("none", "7 3", "2 3", "10 3 2 3")  # of curves in turn: colours are not all there is
 EVENT_COLOUR = "var(--muted)"
-LABEL_ROW_HEIGHT = 15
-HOVER_LETTER_WIDTH = 7.2  # pixels of a letter of the page's small text, at most
-HOVER_ROW_HEIGHT = 16
+LABEL_ROW_HEIGHT = 18
+NOTE_ROW_HEIGHT = 20
 
 Points = Sequence[tuple[float, float]]
 
@@ -54,6 +54,7 @@ def draw_lines(
     y_name: str,
     dots: Collection[str] = (),
     events: Sequence[ChartEvent] = (),
+    x_range: tuple[float, float] | None = None,
 ) -> Figure:
     """Draw curves over one pair of axes, with a legend if there are several.
 
@@ -67,6 +68,7 @@ def draw_lines(
         y_name: The name of the y axis.
         dots: The names of the curves that have a dot at each point.
         events: What happened, drawn as lines from top to bottom.
+        x_range: The first and the last position of the x axis; None for those of the points.
     """
     series = {label: thin_points(points) for label, points in series.items() if points}
     if all(len(points) == 1 for points in series.values()):
@@ -76,10 +78,16 @@ def draw_lines(
     last, highest = all_points.max(0)
     if lowest == highest:
         return Figure(name, [], 0, note=f"{lowest:.6g} from {x_name} {first:g} to {last:g}")
+    if x_range:
+        first, last = x_range
     x_scale = make_scale(first, last, LEFT, PLOT_RIGHT)
     shown = [event for event in events if first <= event.x <= last]
     event_marks, top = _draw_events(sorted(shown, key=lambda event: event.x), x_scale)
-    marks, y_scale = _draw_axes(all_points, x_scale, top, x_name, y_name)
+    marks, y_scale = _draw_y_axis(lowest, highest, top, y_name)
+    for tick in choose_ticks(first, last):
+        if tick.is_integer():  # there is no half step or process
+            marks.append(make_text(x_scale(tick), PLOT_BOTTOM + 16, f"{tick:g}", "middle"))
+    marks.append(make_text(PLOT_RIGHT, HEIGHT - 6, x_name, "end"))
     colours = assign_colours(series)
     for index, (label, points) in enumerate(series.items()):
         pixels = [(x_scale(x), y_scale(y)) for x, y in points]
@@ -117,32 +125,25 @@ def _describe_points(series: Mapping[str, Points], x_name: str) -> str:
     return ", ".join(values)
 
 
-def _draw_axes(
-    points: np.ndarray, x_scale: Scale, top: float, x_name: str, y_name: str
-) -> tuple[list[Mark], Scale]:
-    """Return linear axes for all points, and the scale of y, whose highest value is at `top`.
+def _draw_y_axis(lowest: float, highest: float, top: float, name: str) -> tuple[list[Mark], Scale]:
+    """Return the marks of a linear axis, and its scale, whose highest value is at `top`.
 
-    The y axis is widened to round numbers.
+    The axis is widened to round numbers.
     """
-    x_min, y_min = points.min(0)
-    x_max, y_max = points.max(0)
-    x_ticks = choose_ticks(x_min, x_max)
-    y_ticks = choose_ticks(y_min, y_max)
-    y_min = min(y_min, y_ticks[0])
-    y_max = max(y_max, y_ticks[-1])
-    y_scale = make_scale(y_min, y_max, PLOT_BOTTOM, top)
-    marks = []
-    for tick in y_ticks:
-        y = y_scale(tick)
+    ticks = choose_ticks(lowest, highest)
+    scale = make_scale(min(lowest, ticks[0]), max(highest, ticks[-1]), PLOT_BOTTOM, top)
+    marks = [make_text(4, HEIGHT - 6, name)]
+    for tick in ticks:
+        y = scale(tick)
         grid_line = Mark("path", d=f"M{LEFT} {y:.1f}H{PLOT_RIGHT}", stroke="var(--line)")
-        label = make_text(LEFT - 6, y + 4, f"{tick:g}", "end")
-        marks += [grid_line, label]
-    for tick in x_ticks:
-        label = make_text(x_scale(tick), PLOT_BOTTOM + 16, f"{tick:g}", "middle")
-        marks.append(label)
-    marks.append(make_text(PLOT_RIGHT, HEIGHT - 6, x_name, "end"))
-    marks.append(make_text(4, HEIGHT - 6, y_name))
-    return marks, y_scale
+        marks += [grid_line, make_text(LEFT - 6, y + 4, f"{tick:g}", "end")]
+    return marks, scale
+
+
+def find_x_range(curves: Iterable[Points]) -> tuple[float, float] | None:
+    """Return the first and the last position of all curves, if they have points."""
+    positions = [x for points in curves for x, _ in points]
+    return (min(positions), max(positions)) if positions else None
 
 
 def _draw_events(events: Sequence[ChartEvent], x_scale: Scale) -> tuple[list[Mark], float]:
@@ -155,7 +156,7 @@ def _draw_events(events: Sequence[ChartEvent], x_scale: Scale) -> tuple[list[Mar
     ends: list[float] = []  # of the last label in each row
     for event in events:
         x = x_scale(event.x)
-        width = 4 + len(event.label) * HOVER_LETTER_WIDTH
+        width = 4 + len(event.label) * LETTER_WIDTH
         is_near_end = x + width > WIDTH
         begin = x - width if is_near_end else x
         row = next((row for row, end in enumerate(ends) if end <= begin), len(ends))
@@ -171,7 +172,7 @@ def _draw_event(event: ChartEvent, x: float, is_near_end: bool, y: float) -> Mar
         y,
         event.label,
         "end" if is_near_end else "start",
-        class_="event",
+        class_="over",
     )
     line = Mark(
         "path",
@@ -222,24 +223,19 @@ def _make_hover_bands(values: Sequence[Sequence[str]], x_scale: Scale) -> list[M
 
 
 def _make_note(x: float, rows: Sequence[str]) -> list[Mark]:
-    """Return a line at x, and a box with the rows on the side that has more room."""
-    width = max(map(len, rows)) * HOVER_LETTER_WIDTH + 12
-    box_x = x + 8 if x < WIDTH / 2 else x - 8 - width
-    line = Mark("path", d=f"M{x:.1f} {TOP}V{PLOT_BOTTOM}", stroke="currentColor")
-    box = Mark(
-        "rect",
-        x=box_x,
-        y=TOP + 14,
-        width=width,
-        height=len(rows) * HOVER_ROW_HEIGHT + 8,
-        fill="var(--page)",
-        stroke="var(--muted)",
-    )
+    """Return a line at x, and the rows on the side that has more room."""
+    is_left = x < WIDTH / 2
     texts = [
-        make_text(box_x + 6, TOP + 30 + index * HOVER_ROW_HEIGHT, row)
+        make_text(
+            x + (8 if is_left else -8),
+            TOP + 30 + index * NOTE_ROW_HEIGHT,
+            row,
+            "start" if is_left else "end",
+            class_="over",
+        )
         for index, row in enumerate(rows)
     ]
-    return [line, box, *texts]
+    return [Mark("path", d=f"M{x:.1f} {TOP}V{PLOT_BOTTOM}", stroke="currentColor"), *texts]
 
 
 def thin_points(points: Points) -> Points:

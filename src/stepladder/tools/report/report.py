@@ -15,13 +15,14 @@ from stepladder.core.output_file import validate_writable, write_output
 from stepladder.storage.audit import Audit, audit
 from stepladder.storage.start_records import StartRecord
 from stepladder.tools.pages.figures import Figure, draw_heat_map, draw_spans
-from stepladder.tools.pages.line_chart import ChartEvent, Points, draw_lines
+from stepladder.tools.pages.line_chart import ChartEvent, Points, draw_lines, find_x_range
 from stepladder.tools.pages.page import GENERATOR, render_page
 from stepladder.tools.report.launches import LaunchRecord
 from stepladder.tools.report.record import RunRecord, RunStart, read_run
 from stepladder.tools.report.script_record import ScriptRecord, is_script_run, read_script_run
 from stepladder.tools.report.series import RankTimes, compute_busy_time
 
+SHOWN_HASH_DIGITS = 12
 TRAINING_LOSS = "training loss"
 EPOCH_LOSS = "train_loss"  # the mean over an epoch of what the curve shows
 
@@ -59,6 +60,9 @@ def _make_run_page(record: RunRecord, audited: Audit) -> str:
         text = f"{processes}, steps {start.first}-{start.last}"
         starts.append((f"start {start.attempt}", start.first, start.last, text))
     events = _list_events(record, audited)
+    metrics = record.metrics
+    curves = [metrics.losses, metrics.rates, *metrics.evaluations.values()]
+    x_range = find_x_range([samples_per_s, *(curve.points for curve in curves)])
     faulty_epochs = [epoch for epoch in audited.epochs if epoch.lost or epoch.repeated]
     return render_page(
         "run.html",
@@ -66,10 +70,15 @@ def _make_run_page(record: RunRecord, audited: Audit) -> str:
         outcome=_describe_outcome(record, audited),
         audited=audited,
         summary=list(_summarize_run(record)),
-        curves=list(_draw_curves(record, events)),
+        curves=list(_draw_curves(record, events, x_range)),
         events=events,
         throughput=draw_lines(
-            "throughput", {"samples": samples_per_s}, "step", "samples per second", events=events
+            "throughput",
+            {"samples": samples_per_s},
+            "step",
+            "samples per second",
+            events=events,
+            x_range=x_range,
         ),
         ranks=compare_ranks(record.times),
         starts=starts and draw_spans("starts", starts, "step"),
@@ -129,6 +138,14 @@ def _describe_ledger(audited: Audit) -> str:
 
 def _summarize_run(record: RunRecord) -> Iterator[tuple[str, str]]:
     """Yield the names and values of what a reader asks first."""
+    result = record.result
+    if result and result.best:
+        best = result.best
+        yield f"best {best.metric}", f"{best.value:.6g}, after step {best.step}"
+    for name, value in record.metrics.last_evaluation.items():
+        yield f"last {name}", f"{value:.6g}"
+    if result:
+        yield "weights_sha256", result.weights_sha256[:SHOWN_HASH_DIGITS]
     records = [value for _, value in sorted(record.start_records.items())]
     if records:
         first, last = records[0], records[-1]
@@ -141,14 +158,6 @@ def _summarize_run(record: RunRecord) -> Iterator[tuple[str, str]]:
             yield "last command", last.command
     commit = record.config.environment.get("git_commit")
     yield "git commit", str(commit or "none: the run began outside of a repository")
-    result = record.result
-    if result and result.best:
-        best = result.best
-        yield f"best {best.metric}", f"{best.value:.6g}, after step {best.step}"
-    for name, value in record.metrics.last_evaluation.items():
-        yield f"last {name}", f"{value:.6g}"
-    if result:
-        yield "weights_sha256", result.weights_sha256
 
 
 def format_time(seconds: float) -> str:
@@ -196,7 +205,9 @@ def describe_end(
     return f"start {start.attempt} {how} after step {start.last}"
 
 
-def _draw_curves(record: RunRecord, events: list[ChartEvent]) -> Iterator[Figure]:
+def _draw_curves(
+    record: RunRecord, events: list[ChartEvent], x_range: tuple[float, float] | None
+) -> Iterator[Figure]:
     """Yield the loss of training and evaluation in one figure, then every other curve."""
     metrics = record.metrics
     losses: dict[str, Points] = {TRAINING_LOSS: metrics.losses.points}
@@ -205,11 +216,11 @@ def _draw_curves(record: RunRecord, events: list[ChartEvent]) -> Iterator[Figure
         if name != EPOCH_LOSS:
             (losses if _is_loss(name) else others)[name] = curve.points
     dots = [name for name in losses if name != TRAINING_LOSS]
-    yield draw_lines("loss", losses, "step", "loss", dots, events)
+    yield draw_lines("loss", losses, "step", "loss", dots, events, x_range)
     for name, points in others.items():
-        yield draw_lines(name, {name: points}, "step", name, [name], events)
+        yield draw_lines(name, {name: points}, "step", name, [name], events, x_range)
     rates = {"learning rate": metrics.rates.points}
-    yield draw_lines("learning rate", rates, "step", "learning rate", (), events)
+    yield draw_lines("learning rate", rates, "step", "learning rate", (), events, x_range)
 
 
 def _is_loss(metric: str) -> bool:

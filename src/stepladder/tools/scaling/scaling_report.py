@@ -268,7 +268,7 @@ def _make_loss_section(scaling: Scaling) -> dict[str, object]:
         bars[_label_size(size)] = percents
     last = scaling.sizes[-1]
     rows = [
-        [name, format_amount(1e3 * share * last.seconds), f"{share:.0%}", *scaling.parts[name]]
+        [name, format_amount(1e3 * share * last.seconds), f"{share:.0%}"]
         for name, share in _sort_by_share(last.lost_shares(baseline)).items()
         if _format_share(share) != NO_SHARE
     ]
@@ -277,6 +277,10 @@ def _make_loss_section(scaling: Scaling) -> dict[str, object]:
         "nproc": last.nproc,
         "milliseconds": format_amount(1e3 * last.seconds),
         "rows": rows,
+        "causes": [
+            (name, f"{meaning}. What helps: {remedy}.")
+            for name, (meaning, remedy) in ((name, scaling.parts[name]) for name, *_ in rows)
+        ],
     }
 
 
