@@ -14,7 +14,7 @@ from stepladder.tools.check.recording import Recording
 from stepladder.tools.check.relations import gradients, samples_read, shown
 from stepladder.tools.check.relations.comparison import causes_of, describe_not_compared, finding_of
 from stepladder.tools.check.relations.frozen_runs import FrozenRuns, Violation
-from stepladder.tools.check.rules.all_rules import drop_known
+from stepladder.tools.check.rules.all_rules import drop_consequences, drop_known
 from stepladder.tools.check.rules.evidence import CHECK_TEXTS
 from stepladder.tools.check.rules.process import shared_gpus
 from stepladder.tools.findings.finding import Finding, Location
@@ -87,11 +87,16 @@ def test_a_relation_is_left_out_only_where_a_finding_says_why_it_does_not_hold()
     assert causes_of([finding_by("not-wrapped")]) == {"gradients": "not-wrapped"}
     for rule in ("overlapping-shards", "changed-outside"):
         assert causes_of([finding_by(rule)]).keys() == {"gradients", "shown-numbers"}
-    assert causes_of([finding_by("mean-of-means")]) == {"shown-numbers": "mean-of-means warning"}
-    assert causes_of([finding_by("mean-of-means.training")]) == {}, "a note of other numbers"
+    for rule in ("padded-evaluation", "mean-of-means", "mean-of-means.training"):
+        assert causes_of([finding_by(rule)]) == {}, "of some lines alone"
     assert describe_not_compared({"gradients": "not-wrapped"}) == [
         "gradients: not compared, since not-wrapped explains it"
     ]
+
+
+def test_a_padded_evaluation_explains_a_number_that_has_no_cause_of_its_own() -> None:
+    padded, wrong = finding_by("padded-evaluation"), finding_by("local-count", 3)
+    assert drop_consequences([padded, wrong, finding_by("shown-numbers", 7)]) == [padded, wrong]
 
 
 def test_nothing_is_said_twice_of_a_rule_or_of_a_line() -> None:

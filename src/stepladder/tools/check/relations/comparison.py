@@ -50,6 +50,8 @@ class Relation:
         count: Returns how much was compared.
         unit: What is counted.
         holds: What is said where it holds.
+        partial_causes: Of the rules that explain it, those that do so for some lines alone: it is
+            compared beside them, and what has a cause of its own is shown.
     """
 
     name: str
@@ -57,6 +59,7 @@ class Relation:
     count: Callable[[FrozenRuns], int]
     unit: str
     holds: str
+    partial_causes: frozenset[str] = frozenset()
 
 
 RELATIONS = (
@@ -73,6 +76,7 @@ RELATIONS = (
         shown.count_compared,
         "line",
         "numbers: with the same weights, {} as on one process",
+        frozenset({"padded-evaluation", "mean-of-means warning"}),
     ),
 )
 
@@ -83,7 +87,7 @@ def causes_of(findings: Iterable[Finding]) -> dict[str, str]:
         relation.name: rule
         for relation in RELATIONS
         for rule in names_of(findings)
-        if rule in CHECK_TEXTS.texts[relation.name].explained_by
+        if rule in {*CHECK_TEXTS.texts[relation.name].explained_by} - relation.partial_causes
     }
 
 
