@@ -1,11 +1,11 @@
-"""python benchmarks/exchange_scripts.py COPIES [--starts N] [--only NAME ...] [--write]
+"""python benchmarks/exchange_scripts.py COPIES [--starts N] [--only NAME ...] [--torchrun] [--write]
 
 Do published scripts train as on gloo when they exchange through shared memory, and how much faster?
 
 COPIES holds a folder OWNER+NAME for each repository, at the commit that exchange_scripts.toml names. Each
 script runs under `stepladder run --nproc 2`, with and without `--exchange gloo` in turn, one thread a
-process. The loss of each backward pass on each rank is compared by its bits, or by its value where they differ.
-Needs the extra `bench`.
+process; with --torchrun by torchrun, on the back ends `stepladder` and `gloo`. The loss of each backward
+pass on each rank is compared by its bits, or by its value where they differ. Needs the extra `bench`.
 """
 
 from __future__ import annotations
@@ -33,6 +33,9 @@ RANK = FOLDER / "exchange_scripts_rank.py"
 RANKS = 2
 MEMORY, GLOO = "shared memory", "gloo"
 FLAGS: dict[str, list[str]] = {MEMORY: [], GLOO: ["--exchange", "gloo"]}
+BACKENDS = {MEMORY: "stepladder", GLOO: "gloo"}  # under torchrun
+STEPLADDER = "stepladder", "run", "--nproc", str(RANKS)
+TORCHRUN = "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)
 # Without the second one, each rank of Accelerate trains alone on a machine without a GPU.
 VARIABLES = {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
 NOTE = (
@@ -89,16 +92,20 @@ def copy_script(entry: dict[str, Any], copies: Path, scratch: Path) -> Path:
     return folder
 
 
-def train(entry: dict[str, Any], copies: Path, way: str, training: Training) -> None:
+def train(
+    entry: dict[str, Any], copies: Path, way: str, training: Training, by_torchrun: bool
+) -> None:
     """Start the ranks of a script once."""
     with tempfile.TemporaryDirectory() as name:
         scratch = Path(name)
         folder = copy_script(entry, copies, scratch)
-        command = [sys.executable, "-m", "stepladder", "run", "--nproc", str(RANKS), *FLAGS[way]]
+        launcher = TORCHRUN if by_torchrun else (*STEPLADDER, *FLAGS[way])
+        backend = {"BACKEND": BACKENDS[way]} if by_torchrun else {}
+        script = str(RANK), str(scratch), *shlex.split(entry["command"])
         done = subprocess.run(
-            [*command, str(RANK), str(scratch), *shlex.split(entry["command"])],
+            [sys.executable, "-m", *launcher, *script],
             cwd=folder,
-            env=os.environ | VARIABLES,
+            env=os.environ | VARIABLES | backend,
             capture_output=True,
             text=True,
             check=False,
@@ -141,6 +148,7 @@ def main() -> None:
     parser.add_argument("copies", type=Path)
     parser.add_argument("--starts", type=int, default=3)
     parser.add_argument("--only", nargs="*", default=[], metavar="NAME")
+    parser.add_argument("--torchrun", action="store_true", help="in place of stepladder run")
     parser.add_argument("--write", action="store_true", help="save the report")
     args = parser.parse_args()
     entries = tomllib.loads((FOLDER / "exchange_scripts.toml").read_text())["script"]
@@ -159,7 +167,7 @@ def main() -> None:
         for number in range(args.starts):
             for way in list(FLAGS)[:: 1 if number % 2 else -1]:
                 began = time.perf_counter()
-                train(entry, args.copies.absolute(), way, training)
+                train(entry, args.copies.absolute(), way, training, args.torchrun)
                 seconds = time.perf_counter() - began
                 print(f"{entry['name']}, {way}: {seconds:.1f} s", file=sys.stderr, flush=True)
         rows.append(make_row(entry, training))
