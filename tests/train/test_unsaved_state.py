@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import enum
 import itertools
 import queue
 import random
@@ -10,6 +11,7 @@ import re
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -164,6 +166,85 @@ def test_what_an_own_step_keeps_on_a_weight_is_refused() -> None:
     job = Job(job.model, Keeping(job.model.parameters(), lr=0.1), job.loss, job.train_data)
     with pytest.raises(InputError, match="attribute average of the weight weight, which"):
         step(job)
+
+
+class DropoutSchedule(torch.optim.lr_scheduler.StepLR):
+    def __init__(self, layer: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.layers = {0: layer}
+        super().__init__(optimizer, 1)
+
+    def step(self, epoch: int | None = None) -> None:
+        super().step()
+        self.layers[0].p = 0.9**self.last_epoch  # type: ignore[assignment]
+
+
+def test_an_attribute_of_a_layer_that_an_own_schedule_sets_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(4, 2), nn.Dropout(0.5))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = DropoutSchedule(model[1], optimizer)
+    unsaved = UnsavedState(Job(model, optimizer, print, torch.ones(2), schedule=schedule), True)  # type: ignore[arg-type]
+    schedule.step()
+    with pytest.raises(InputError, match="attribute p of the layer 1, which"):
+        unsaved.after_gather()
+
+
+class ForgetfulSchedule(torch.optim.lr_scheduler.StepLR):
+    def __init__(self, optimizer: torch.optim.Optimizer, saved: tuple[str, ...]) -> None:
+        self.saved = saved
+        self.losses: list[float] = []
+        self.count = 0
+        super().__init__(optimizer, 1)
+
+    def step(self, epoch: int | None = None) -> None:
+        self.count += 1
+        self.losses.append(1.0)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: vars(self)[name] for name in self.saved}
+
+
+@pytest.mark.parametrize(
+    ("saved", "forgotten"),
+    [(("count",), "losses"), (("losses",), "count"), (("count", "losses"), None)],
+)
+def test_what_the_state_dict_of_a_schedule_forgets_is_refused(
+    saved: tuple[str, ...], forgotten: str | None
+) -> None:
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = ForgetfulSchedule(optimizer, saved)
+    unsaved = UnsavedState(Job(model, optimizer, print, torch.ones(2), schedule=schedule), True)  # type: ignore[arg-type]
+    schedule.step()
+    message = f"the attribute {forgotten} of ForgetfulSchedule"
+    with pytest.raises(InputError, match=message) if forgotten else nullcontext():
+        unsaved.after_gather()
+
+
+def test_a_list_that_passes_fill_and_a_hook_that_moves_a_buffer_empties_is_refused() -> None:
+    job = make_job()
+    job.model.register_buffer("prototype", torch.zeros(2))
+    seen: list[torch.Tensor] = []
+    register(job, lambda *_: (job.model.prototype.add_(seen[-1]), seen.clear(), None)[2])  # type: ignore[operator]
+    unsaved = UnsavedState(job, covers_hooks=True)
+    for _ in range(2):  # once the hook has had an effect
+        unsaved.after_reduce(0, StepResult(1.0, []))
+        seen.append(torch.ones(2))
+        job.optimizer.step()
+        unsaved.after_gather()
+    seen.append(torch.ones(2))
+    with pytest.raises(InputError, match=r"^a step changes the variable seen of"):
+        unsaved.after_reduce(0, StepResult(1.0, []))
+
+
+class Phase(enum.IntEnum):
+    WARM = 0
+
+
+def test_a_class_whose_objects_are_read_is_left_alone() -> None:
+    job = make_job()
+    phases = [Phase.WARM]
+    register(job, lambda optimizer, *_: (clip(optimizer), phases, Phase, None)[3])
+    step(job)
 
 
 def test_what_forward_keeps_on_a_layer_is_left_alone() -> None:

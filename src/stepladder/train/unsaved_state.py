@@ -8,12 +8,13 @@ reach. What lies in memory twice, a snapshot makes two of.
 
 from __future__ import annotations
 
+import copy
 import pickle
 import random
 import sys
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import cache, partial
 from itertools import islice
@@ -23,6 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from stepladder.core.errors import InputError
 from stepladder.rank.torch_fixes import BareStep
@@ -78,10 +80,14 @@ class UnsavedState(LoopListener):
         functions = [function for function, _ in self.functions]
         optimizers = [each for each in list_optimizers(job.optimizer) if not _saves_its_state(each)]
         self.reached = _Reached((*methods, *functions), optimizers)
+        self.saving = [
+            (each, {name: _copy_container(value) for name, value in vars(each).items()})
+            for each in job.schedules
+            if not is_from_torch(each) and type(each).state_dict is not LRScheduler.state_dict
+        ]
         # What torch steps by itself, without a hook, changes no attribute of a weight or a layer.
-        runs_own_code = any(
-            BareStep(each).is_observed or not is_from_torch(each)
-            for each in list_optimizers(job.optimizer)
+        runs_own_code = not all(map(is_from_torch, users)) or any(
+            BareStep(each).is_observed for each in list_optimizers(job.optimizer)
         )
         self.params = dict(job.model.named_parameters()) if runs_own_code else {}
         self.modules = dict(job.model.named_modules()) if runs_own_code else {}
@@ -111,7 +117,11 @@ class UnsavedState(LoopListener):
         return {name: _outline(value, saved) for name, value in values.items()}
 
     def after_reduce(self, step: int, result: StepResult) -> None:
-        """Note the attributes of layers, which forward may change: those of the user alone."""
+        """Note the attributes of layers, which forward may change: those of the user alone.
+
+        What a step reads is compared here too: passes may fill a list that the step empties.
+        """
+        self._validate(self._list_changed())
         self.of_modules = self._read_modules()
 
     def _read_modules(self) -> dict[tuple[str, str], Any]:
@@ -122,27 +132,54 @@ class UnsavedState(LoopListener):
             for name, value in _read_own_attributes(module).items()
         }
 
+    def _list_changed(self) -> list[str]:
+        values = self._read_values(hook for hook in self.hooks if hook.has_effect)
+        return [name for name, value in values.items() if value != self.values.get(name)]
+
     def after_gather(self) -> None:
         """Compare the values of each step, since a class may change them in some steps only.
 
         Raises:
             InputError: A value has changed, or lies in memory twice.
         """
-        values = self._read_values(hook for hook in self.hooks if hook.has_effect)
-        changed = [name for name, value in values.items() if value != self.values.get(name)]
+        changed = self._list_changed()
         for (path, name), (value, writes) in self._read_modules().items():
             before, writes_before = self.of_modules.get((path, name), (None, 0))
             if value is not before or writes != writes_before:
                 changed.append(f"attribute {name} of the layer {path or 'that is the model'}")
+        self._validate(changed + self._list_forgotten())
+        _validate_separate(self.params, self.job.optimizer.state)
+        if self.calls_functions:
+            self.calls_functions = False
+
+    def _list_forgotten(self) -> list[str]:
+        """Return what a schedule with a state_dict of its own would lack after a resume."""
+        forgotten = []
+        for schedule, attributes in self.saving:
+            resumed = copy.copy(schedule)
+            vars(resumed).update(attributes)
+            resumed.load_state_dict(copy.copy(schedule.state_dict()))
+            forgotten += [
+                f"attribute {name} of {type(schedule).__name__}"
+                for name in vars(schedule).keys() - _find_torch_attributes()
+                if self._outline_of(schedule, name) != self._outline_of(resumed, name)
+            ]
+        return forgotten
+
+    def _outline_of(self, schedule: LRScheduler, name: str) -> tuple[Any, ...]:
+        return _outline(getattr(schedule, name), self.saved)
+
+    def _validate(self, changed: list[str]) -> None:
         if changed:
             raise InputError(
                 f"a step changes the {changed[0]}, which no snapshot would have",
                 "keep it in state[param] or param_groups of the optimizer, or in an attribute"
                 " of the schedule; a rate is a function of the step alone",
             )
-        _validate_separate(self.params, self.job.optimizer.state)
-        if self.calls_functions:
-            self.calls_functions = False
+
+
+def _copy_container(value: Any) -> Any:
+    return copy.copy(value) if isinstance(value, CONTAINERS) else value
 
 
 def _validate_separate(params: dict[str, nn.Parameter], states: dict[Any, Any]) -> None:
@@ -178,10 +215,13 @@ def _find_module_attributes() -> set[str]:
 def _find_torch_attributes() -> set[str]:
     """Return the attributes that torch sets, of which `state_dict` has what counts.
 
+    Some are of a schedule, which only warns or reports by them.
+
     An optimizer is made for it, which at import would load torch._dynamo: 70 MB.
     """
     attributes = vars(torch.optim.Optimizer([torch.zeros(1)], {}))
-    return {*attributes, "_opt_called", "_step_count", "step"}
+    of_schedules = {"_step_count", "_last_lr", "_is_initial", "_get_lr_called_within_step"}
+    return {*attributes, *of_schedules, "_opt_called", "step"}
 
 
 def _find_saved(job: Job) -> set[int]:
@@ -218,8 +258,11 @@ class _WatchedHook:
     a resume compares.
     """
 
-    def __init__(self, hook: Callable[..., Any], saved: set[int]) -> None:
+    def __init__(
+        self, hook: Callable[..., Any], saved: set[int], buffers: Sequence[torch.Tensor]
+    ) -> None:
         self.hook = hook
+        self.buffers = buffers  # of the model, which a hook of a step may write
         owner = getattr(hook, "__self__", hook)
         is_kept = isinstance(owner, partial) or _is_of_user(type(owner).__module__)
         self.reached = _Reached([hook], [owner] * (is_kept and id(owner) not in saved))
@@ -227,10 +270,16 @@ class _WatchedHook:
         self.has_effect = not names.isdisjoint(UNCOUNTED_WRITES)
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        before = _read_effects(args)
+        if self.has_effect:
+            return self.hook(*args, **options)
+        before = self._read_effects(args)
         result = self.hook(*args, **options)
-        self.has_effect |= result is not None or _read_effects(args) != before
+        self.has_effect = result is not None or self._read_effects(args) != before
         return result
+
+    def _read_effects(self, args: tuple[Any, ...]) -> list[Any]:
+        is_of_step = isinstance(args[0], torch.optim.Optimizer)
+        return _read_effects((*args, *self.buffers) if is_of_step else args)
 
 
 def _list_hook_tables(job: Job) -> list[dict[int, Any]]:
@@ -248,11 +297,12 @@ def _list_hook_tables(job: Job) -> list[dict[int, Any]]:
 
 def _watch_hooks(job: Job, saved: set[int]) -> Iterator[_WatchedHook]:
     """Put a _WatchedHook in the place of each hook that is the user's."""
+    buffers = list(job.model.buffers())
     for table in _list_hook_tables(job):
         for key, hook in table.items():
             watched = hook
             if not isinstance(hook, _WatchedHook):
-                watched = _WatchedHook(hook, saved)
+                watched = _WatchedHook(hook, saved, buffers)
             if watched.reached.readers:
                 table[key] = watched
                 yield watched
@@ -356,8 +406,8 @@ def _saves_its_state(optimizer: torch.optim.Optimizer) -> bool:
 
 def _read_attributes(value: Any) -> dict[str, Any]:
     """Return what pickle would save of an object, but for the attributes that torch sets."""
-    if isinstance(value, type):
-        return dict(vars(value))
+    if isinstance(value, type):  # to which copyreg adds __slotnames__ once an object is read
+        return {name: part for name, part in vars(value).items() if not name.startswith("__")}
     if isinstance(value, partial):
         return {"args": value.args, "keywords": value.keywords}
     state = object.__getstate__(value)
