@@ -5,13 +5,23 @@ from __future__ import annotations
 import itertools
 import os
 from collections import namedtuple
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
+from stepladder import InputError, Job, Settings, Trainer, World
 from stepladder.core.plan import Span
-from stepladder.train.repeat_check import REREAD_SEED, RepeatCheck, hash_batch
+from stepladder.train.comm import Comm
+from stepladder.train.repeat_check import (
+    REREAD_SEED,
+    RepeatCheck,
+    hash_batch,
+    validate_next_values_on_all_ranks,
+)
 
 SPAN = Span(0, 0, 2)
 
@@ -26,7 +36,7 @@ class Reader:
 
 def check(batch, again, losses, gathers_weights=False):
     results = iter([*losses, losses[0], losses[0]])  # and twice for the gradients
-    check = RepeatCheck(Reader(again), lambda *_: next(results), [], gathers_weights)
+    check = RepeatCheck(Reader(again), lambda *_: next(results), [], [], gathers_weights)
     check.note_batch(SPAN, batch)
     torch.manual_seed(REREAD_SEED)
     check.note_draws()
@@ -50,8 +60,51 @@ def test_other_data_and_another_loss_are_refused():
         check(torch.ones(2), torch.ones(2), losses, gathers_weights=True)
 
 
+def test_statistics_that_a_layer_moves_from_where_they_are_are_refused():
+    mean = torch.zeros(2)
+    for moves, match in [(lambda: mean.fill_(1), None), (lambda: mean.add_(1), "statistics of")]:
+        compute = lambda *_, moves=moves: moves().sum() * 0  # noqa: E731
+        check = RepeatCheck(Reader(torch.ones(2)), compute, [], [mean], False)
+        check.note_batch(SPAN, torch.ones(2))
+        torch.manual_seed(REREAD_SEED)
+        check.note_draws()
+        check.note_loss(compute())
+        with pytest.raises(Exception, match=match) if match else nullcontext():
+            check.validate(0)
+
+
+def fit(run_dir, loss, epochs):
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    job = Job(model, optimizer, loss, torch.ones(16, 4))
+    settings = Settings(run_dir, sync="exact", progress=False, epochs=epochs, global_batch=4)
+    Trainer(job, settings, comm=Comm(World(), torch.device("cpu"))).fit()
+
+
+@pytest.mark.parametrize(
+    ("epochs", "message"), [(2, "the same microbatch has another loss"), (1, "the next loss is")]
+)
+def test_state_of_the_loss_that_acts_later_is_refused_in_the_next_epoch_or_at_a_snapshot(
+    tmp_path, epochs, message
+):
+    calls = itertools.count()
+
+    def loss(model, x):
+        return model(x).square().sum() * max(12, next(calls)), len(x)
+
+    with pytest.raises(InputError, match=message):
+        fit(tmp_path / "run", loss, epochs)
+
+
+def test_next_values_that_differ_between_ranks_are_refused():
+    comm = SimpleNamespace(gather_bytes=lambda own: [b"other", own, own])
+    validate_next_values_on_all_ranks({}, SimpleNamespace(gather_bytes=lambda own: [own] * 2))
+    with pytest.raises(InputError, match="others on rank 0 than on others: the job keeps"):
+        validate_next_values_on_all_ranks({"loss": 1.0}, comm)
+
+
 def test_a_rank_without_microbatches_checks_nothing():
-    RepeatCheck(Reader(None), lambda *_: torch.ones(()), [], False).validate(0)
+    RepeatCheck(Reader(None), lambda *_: torch.ones(()), [], [], False).validate(0)
 
 
 def test_the_parts_of_a_batch_count_and_other_objects_do_not():
@@ -70,7 +123,7 @@ def test_numbers_that_only_the_first_pass_draws_are_refused():
             cache.append(torch.randn(2))
         return cache[0].sum()
 
-    check = RepeatCheck(Reader(torch.ones(2)), compute, [], gathers_weights=False)
+    check = RepeatCheck(Reader(torch.ones(2)), compute, [], [], gathers_weights=False)
     check.note_batch(SPAN, torch.ones(2))
     loss = compute()
     check.note_draws()
@@ -83,7 +136,7 @@ def weight_check(compute):
     """A check of one weight, whose loss is computed as the argument says."""
     weight = torch.nn.Parameter(torch.ones(2))
     check = RepeatCheck(
-        Reader(torch.ones(2)), lambda *_: compute(weight), [weight], gathers_weights=False
+        Reader(torch.ones(2)), lambda *_: compute(weight), [weight], [], gathers_weights=False
     )
     check.note_batch(SPAN, torch.ones(2))
     loss = compute(weight)

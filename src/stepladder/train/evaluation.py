@@ -176,7 +176,7 @@ def _validate_on_all_ranks(model: nn.Module, metrics: Metrics, comm: Comm, batch
     if different := find_minority(comm.gather_bytes(fingerprint(values))):
         raise InputError(
             f"--sync exact: metrics of the same batch are others on {format_ranks(different)} than"
-            " on rank 0",
+            " on others",
             "nothing in metrics but the job's model may depend on what a rank was trained on",
         )
 

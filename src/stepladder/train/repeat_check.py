@@ -1,9 +1,10 @@
 """A check of `--sync exact`: a microbatch that is computed twice gives the same loss and gradients.
 
-In the first step of an attempt, each rank reads its first microbatch once more and computes its
-loss and gradients twice more, from the same weights and seed. A job that keeps state between calls,
-has a random generator of its own, reads the time or asks for the number of ranks gives others then:
-it would train other weights on each number of ranks.
+In the first step of an attempt and of each epoch, each rank reads its first microbatch once more
+and computes its loss and gradients twice more, from the same weights and seed. A job that keeps
+state between calls, has a random generator of its own, reads the time or asks for the number of
+ranks gives others then: it would train other weights on each number of ranks. Before each snapshot
+the next microbatch is computed twice, on all ranks.
 """
 
 from __future__ import annotations
@@ -19,12 +20,15 @@ from stepladder.core.errors import InputError
 from stepladder.core.numbers import format_ranks
 from stepladder.core.plan import Span
 from stepladder.train.batch_reader import BatchReader
+from stepladder.train.comm import Comm
 from stepladder.train.fingerprints import HASH_BYTES, find_minority, fingerprint
 from stepladder.train.generators import seed_generators
 from stepladder.train.pretended_ranks import pretend_more_ranks
 
 REREAD_SEED = 1
 VERIFY_HINT = "stepladder verify JOB names the cause"
+KEPT = "the job keeps something that no snapshot has"
+KEPT_HINT = "a schedule, Job(ema_decay=) or a buffer for it; stepladder verify JOB"
 
 
 def validate_on_all_ranks(
@@ -62,9 +66,40 @@ def validate_on_all_ranks(
         is_data = len({answer[:HASH_BYTES] for answer in answers}) > 1
         what = "other data are read" if is_data else "another loss or gradient is computed"
         raise InputError(
-            f"--sync exact: {what} on {format_ranks(different)} than on rank 0 for one microbatch",
+            f"--sync exact: {what} on {format_ranks(different)} than on others for one microbatch",
             "keep nothing of the samples that were seen first, and no cache of drawn numbers:"
             " compute it in build, from the training data",
+        )
+
+
+def validate_next_values(values: dict[str, Any], expected: dict[str, Any], when: str) -> None:
+    """Compare the next loss, gradients and metrics with what they were before.
+
+    Args:
+        values: What they are, by what they are.
+        expected: What they were; those that are not in it do not count.
+        when: The time of it, for the error.
+
+    Raises:
+        InputError: One is another one.
+    """
+    for name, before in expected.items():
+        value = values.get(name)
+        is_known = "" not in (value, before)  # gradients, on ranks that gather no weights
+        if is_known and repr(value) != repr(before):  # NaN equals NaN
+            raise InputError(
+                f"--sync exact: the next {name} is {value}, and was {before} {when}: {KEPT}",
+                KEPT_HINT,
+            )
+
+
+def validate_next_values_on_all_ranks(values: dict[str, Any], comm: Comm) -> None:
+    """Raise InputError if some rank has others. A collective."""
+    if different := find_minority(comm.gather_bytes(fingerprint(values))):
+        raise InputError(
+            "--sync exact: the next loss, gradients or metrics are others on"
+            f" {format_ranks(different)} than on others: {KEPT}",
+            KEPT_HINT,
         )
 
 
@@ -99,10 +134,14 @@ def hash_gradients(loss: Tensor, params: Sequence[nn.Parameter]) -> bytes:
 class RepeatCheck:
     """Notes the first microbatch of a step, and computes its loss once more after all passes.
 
+    The statistics of batch norm count with the loss: a layer that moves them by itself, from where
+    they are, gives others.
+
     Args:
         reader: Reads a microbatch once more.
         compute: Returns the loss of a microbatch, shape ().
         params: The weights that are trained.
+        statistics: The buffers into which batch norm writes the statistics of a microbatch.
         gathers_weights: Whether a pass gathers weights. Then no gradients are compared, since
             the ranks' gathers must fit each other.
     """
@@ -112,16 +151,19 @@ class RepeatCheck:
         reader: BatchReader,
         compute: Callable[[Span, Any], Tensor],
         params: Sequence[nn.Parameter],
+        statistics: Sequence[Tensor],
         gathers_weights: bool,
     ) -> None:
         self.reader = reader
         self.compute = compute
         self.params = params
+        self.statistics = statistics
         self.gathers_weights = gathers_weights
         self.span: Span | None = None
         self.batch_hash = b""
         self.idle_batch: Any = None
         self.loss = torch.zeros(())
+        self.result = b""  # a hash of the loss and the statistics
         self.draws = b""
 
     def note_batch(self, span: Span, batch: Any) -> None:
@@ -137,8 +179,12 @@ class RepeatCheck:
             self.draws = fingerprint(torch.get_rng_state())
 
     def note_loss(self, loss: Tensor) -> None:
-        """Note the loss of the microbatch, shape ()."""
+        """Note the loss of the microbatch, shape (), and its statistics."""
         self.loss = loss
+        self.result = self._hash(loss)
+
+    def _hash(self, loss: Tensor) -> bytes:
+        return fingerprint(list(map(fingerprint, (loss, *self.statistics))))
 
     def validate(self, step: int) -> None:
         """Read and compute the microbatch once more.
@@ -169,10 +215,10 @@ class RepeatCheck:
                 "--sync exact: the first pass draws random numbers that later passes do not draw",
                 "make in build what is made once, such as a layer or a cached tensor",
             )
-        if fingerprint(loss) != fingerprint(self.loss):
+        if self._hash(loss) != self.result:
             raise InputError(
-                "--sync exact: the same microbatch has another loss when it is computed again, from"
-                " the same weights and seed",
+                "--sync exact: the same microbatch has another loss when it is computed again, or"
+                " other statistics of batch norm, from the same weights and seed",
                 "no state between calls, no generator of its own (the default ones are seeded), no"
                 f" time and no number of processes in the loss; {VERIFY_HINT}",
             )

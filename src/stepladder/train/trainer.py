@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from stepladder.core.arguments import validate_arguments
-from stepladder.core.errors import InputError, PeerLost, RanksDiffer
+from stepladder.core.errors import PeerLost, RanksDiffer
 from stepladder.core.order import derive_pass_seed, derive_seed
 from stepladder.core.plan import Span
 from stepladder.core.settings import Settings
@@ -55,7 +55,13 @@ from stepladder.train.process_group import process_group
 from stepladder.train.rank_share import RankShare
 from stepladder.train.recompute_check import RecomputeCheck
 from stepladder.train.recovery import Action, MembershipChange
-from stepladder.train.repeat_check import RepeatCheck, hash_gradients, validate_on_all_ranks
+from stepladder.train.repeat_check import (
+    RepeatCheck,
+    hash_gradients,
+    validate_next_values,
+    validate_next_values_on_all_ranks,
+    validate_on_all_ranks,
+)
 from stepladder.train.replica_check import ReplicaCheck
 from stepladder.train.return_values import parse_loss
 from stepladder.train.run_spec import RunSpec
@@ -80,7 +86,7 @@ class Trainer:
         comm: The ranks to train with. By default the ranks that torchrun, Slurm or the script's own
             process group has started with this process; without any, this process trains alone.
         loggers: Objects that get the metrics of every step on rank 0, besides TensorBoard.
-        repeats_pass: Whether `exact` computes a microbatch twice in the first step, and refuses a
+        repeats_pass: Whether `exact` computes microbatches twice now and then, and refuses a
             job whose two losses differ. `stepladder verify` finds out why they do.
     """
 
@@ -188,21 +194,22 @@ class TrainingLoop:
         if self.settings.sync == "exact":
             self.buffers = ForwardBuffers(self.model)
             self.weight_guard = PassGuard(self.model)
-        # In the first step; afterwards in that of each epoch.
-        self.compares_weights = True
+        self.is_first_step = True  # of the attempt
         self.listeners = self._make_listeners()
         this_rank = self.comm.world.rank
         # Whose gradients of one microbatch are compared; a pass that gathers weights has others.
         self.compared_params: list[torch.nn.Parameter] = []
         if not self.layout.gathers_weights:
             self.compared_params += self.model.parameters()
-        self.repeat_check: RepeatCheck | None = None  # only in the first step
-        self.reader: BatchReader | None = None  # with exact on several ranks
+        self.repeat_check: RepeatCheck | None = None
+        self.reader = BatchReader(self.spec, self.comm, self.spec.train_source)
         if self.settings.sync == "exact" and repeats_pass:
-            reader = BatchReader(self.spec, self.comm, self.spec.train_source)
-            self.reader = None if self.comm.alone else reader
             self.repeat_check = RepeatCheck(
-                reader, self._recompute, list(self.model.parameters()), self.layout.gathers_weights
+                self.reader,
+                self._recompute,
+                list(self.model.parameters()),
+                self.statistics.buffers,
+                self.layout.gathers_weights,
             )
         self.is_repetition = False  # the passes of this step are computed once more
         self.failing_steps = {step for rank, step in self.settings.fail_at if rank == this_rank}
@@ -235,7 +242,8 @@ class TrainingLoop:
 
     def __enter__(self) -> TrainingLoop:
         is_known = bool(self.state.expected_values)
-        if self.repeat_check is not None and is_known and self._computes_next_values:
+        is_needed = self.comm.world.is_first or self.layout.gathers_weights
+        if self.repeat_check is not None and is_known and is_needed:
             self._validate_resumed()
         if self._is_replica_check_due:
             self._check_replicas(self.state.step)
@@ -319,24 +327,27 @@ class TrainingLoop:
         if was_drawn and not self.generators.seeds_host:
             return None
         self.is_repetition = False
-        if self.repeat_check is not None:
+        if self.repeat_check is not None and self._is_compared(step):
             self._validate_unchanged()
             self.repeat_check.validate(step)
-        begins_epoch = step % self.plan.steps_per_epoch == 0
-        if self.reader is not None and (self.repeat_check is not None or begins_epoch):
-            first = self.plan.microbatches(step)[0]
-            # A hook would have a compiled program be compiled anew.
-            is_observed = self.layout.gathers_weights and not self.loss_programs
-            validate_on_all_ranks(
-                self.reader,
-                self._recompute,
-                step,
-                first,
-                self.compared_params,
-                self.model if is_observed else None,
-            )
-        self.repeat_check = None
+            if not self.comm.alone:
+                first = self.plan.microbatches(step)[0]
+                # A hook would have a compiled program be compiled anew.
+                is_observed = self.layout.gathers_weights and not self.loss_programs
+                validate_on_all_ranks(
+                    self.reader,
+                    self._recompute,
+                    step,
+                    first,
+                    self.compared_params,
+                    self.model if is_observed else None,
+                )
+        self.is_first_step = False
         return result._replace(votes=votes)
+
+    def _is_compared(self, step: int) -> bool:
+        """Tell whether the passes of a step are compared with what is computed once more."""
+        return self.is_first_step or step % self.plan.steps_per_epoch == 0
 
     def _validate_unchanged(self) -> None:
         """Raise InputError if the passes of this step have changed a weight or a buffer."""
@@ -361,7 +372,8 @@ class TrainingLoop:
                 indices, batch = next(self.batches)
             if len(span):
                 indices_read.append(indices)
-            repeat_check = self.repeat_check if loss_sum is None else None
+            is_compared = loss_sum is None and self._is_compared(self.state.step)
+            repeat_check = self.repeat_check if is_compared else None
             if repeat_check is not None:
                 repeat_check.note_batch(span, batch)
             loss, pass_count = self._run_pass(span, batch, backward)
@@ -389,10 +401,7 @@ class TrainingLoop:
         num_passes = len(self.plan.microbatches(step)) if self.by_microbatch else 1
         self.sync.begin(spans[0].number if spans else 0, len(spans), num_passes)
         if self.weight_guard is not None:
-            begins_epoch = step % self.plan.steps_per_epoch == 0
-            is_due = self.compares_weights or begins_epoch
-            self.weight_guard.begin(is_due and self.session.has_values)
-            self.compares_weights = False
+            self.weight_guard.begin(self._is_compared(step) and self.session.has_values)
         return spans
 
     def _run_pass(self, span: Span, batch: Any, backward: Backward) -> tuple[Tensor, float]:
@@ -461,10 +470,9 @@ class TrainingLoop:
         seed_generators(self.state.step, self.comm.device)  # so that the pass is seeded in any case
         self.weight_guard.begin(compares_values=False)
         self.statistics.begin()
-        reader = BatchReader(self.spec, self.comm, self.spec.train_source)
         try:
             with self.generators.forgetting():
-                loss = self._recompute(span, reader.read(self.state.step, span))
+                loss = self._recompute(span, self.reader.read(self.state.step, span))
                 gradients = hash_gradients(loss, self.compared_params).hex()
         finally:
             self.statistics.cancel()
@@ -479,21 +487,20 @@ class TrainingLoop:
             InputError: One is another one, so the job keeps something that no snapshot has.
         """
         values = self._compute_next_values()
-        for name, expected in self.state.pop_expected_values().items():
-            value = values.get(name)
-            is_known = "" not in (value, expected)  # gradients, on ranks that gather no weights
-            if is_known and repr(value) != repr(expected):  # NaN equals NaN
-                raise InputError(
-                    f"--sync exact: the next {name} is {value}, and was {expected} when the"
-                    " snapshot was saved: the job keeps something that no snapshot has",
-                    "a schedule, Job(ema_decay=) or a buffer for it; stepladder verify JOB",
-                )
+        expected_values = self.state.pop_expected_values()
+        validate_next_values(values, expected_values, "when the snapshot was saved")
 
-    @property
-    def _computes_next_values(self) -> bool:
-        """Whether this rank computes what a snapshot has of them; all ranks do in gathers."""
-        is_needed = self.comm.world.is_first or self.layout.gathers_weights
-        return self.weight_guard is not None and is_needed
+    def _note_next_values(self) -> None:
+        """Note for a snapshot what the next loss, gradients and metrics are. A collective.
+
+        Raises:
+            InputError: They are others when they are computed again, or on some rank, by what the
+                job keeps: it may act only after the first microbatches.
+        """
+        values = self._compute_next_values()
+        validate_next_values(self._compute_next_values(), values, "when it was computed before")
+        validate_next_values_on_all_ranks(values, self.comm)
+        self.state.note_next_values(values)
 
     def _make_extra(self, loss: Tensor, samples: int) -> Tensor:
         """Return the values of one microbatch that are added over microbatches as gradients are.
@@ -565,8 +572,8 @@ class TrainingLoop:
         if votes[Action.SNAPSHOT] or session.is_stopped or is_run_complete:
             if self.buffers is not None:  # also detects writes that torch's version counter misses
                 self.buffers.validate_unchanged()
-            if self._computes_next_values:
-                self.state.note_next_values(self._compute_next_values())
+            if self.repeat_check is not None:
+                self._note_next_values()
             session.snapshot()
 
     @property
