@@ -55,6 +55,25 @@ def test_model_optimizer_and_the_rest_come_back_bit_for_bit(snapshots: Snapshots
     assert bits(restored.optimizer.state_dict()) == bits(trained.optimizer.state_dict())
 
 
+class Adapted(nn.Linear):
+    """A layer whose state_dict has what is trained alone."""
+
+    def state_dict(self, *args: Any, **options: Any) -> dict[str, Any]:
+        state = super().state_dict(*args, **options)
+        return {name: value for name, value in state.items() if name != "weight"}
+
+
+def test_frozen_weights_that_the_state_dict_leaves_out_stay_as_they_are(
+    snapshots: Snapshots,
+) -> None:
+    trained, restored = Adapted(2, 2), Adapted(2, 2)
+    snapshots.save(1, trained, {}, {})
+    frozen = restored.weight.detach().clone()
+    latest(snapshots).restore_model(restored)
+    assert restored.weight.equal(frozen)
+    assert restored.bias.equal(trained.bias)
+
+
 @pytest.mark.usefixtures("one_thread")
 def test_training_goes_on_from_a_snapshot_as_if_never_stopped(snapshots: Snapshots) -> None:
     trained = Training(seed=1)

@@ -4,6 +4,7 @@ leaves nothing.
 
 from __future__ import annotations
 
+import enum
 import errno
 import io
 import json
@@ -14,6 +15,7 @@ from pathlib import Path
 from pickle import UnpicklingError
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -232,7 +234,20 @@ def test_a_state_that_cannot_be_read_back_is_refused_by_name_before_anything_is_
         Snapshots(folder).save(3, model_of(3), {"not storable": lambda: None})
     with pytest.raises(InputError, match="state state/named is a Named, which cannot be read back"):
         Snapshots(folder).save(3, model_of(3), {"named": Named(1, torch.ones(2))})
+    for value in (np.float32(1.5), Phase.WARM, {Phase.WARM: 1}):
+        with pytest.raises(InputError, match=r"is a (float32|Phase), which cannot be read back"):
+            Snapshots(folder).save(3, model_of(3), {"value": value})
     assert whole_steps(folder) == [1, 2]
+    snapshots = Snapshots(folder)
+    snapshots.save(3, model_of(3), {"value": np.float64(1.5), (1, "a"): np.int32(2)})
+    snapshots.wait()
+    assert read_snapshot(folder / "step_00000003").state() == {"value": 1.5, (1, "a"): 2}
+
+
+class Phase(enum.IntEnum):
+    """A value that looks like a number."""
+
+    WARM = 0
 
 
 class Named(NamedTuple):

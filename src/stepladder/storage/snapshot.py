@@ -88,6 +88,10 @@ class Snapshot:
             return
         for alias, name in aliases.items():
             tensors[alias] = tensors[name]
+        # Frozen weights that its state_dict leaves out are as `build` makes them.
+        saved = set(map(id, model.state_dict(keep_vars=True).values()))
+        params = model.named_parameters()
+        tensors = {name: param for name, param in params if id(param) not in saved} | tensors
         try:
             # Also if the names differ: the model may have a hook that renames them.
             model.load_state_dict(tensors)

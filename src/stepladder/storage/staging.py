@@ -48,12 +48,15 @@ class HostBuffers:
         if isinstance(tree, Tensor):
             return self._copy_tensor(tree, keys)
         if isinstance(tree, dict):
-            return {key: self._copy(value, (*keys, key)) for key, value in tree.items()}
+            items = tree.items()
+            return {self._copy(key, keys): self._copy(value, (*keys, key)) for key, value in items}
         if isinstance(tree, (list, tuple)) and not hasattr(tree, "_fields"):
             return type(tree)(self._copy(value, (*keys, i)) for i, value in enumerate(tree))
-        if isinstance(tree, np.generic):  # a NumPy scalar would need pickle to be read
+        # A NumPy scalar would need pickle to be read. As a number of Python, a smaller one would
+        # be computed with in other bits.
+        if isinstance(tree, np.generic) and not isinstance(tree, (np.float16, np.float32)):
             return tree.item()
-        if tree is None or isinstance(tree, SAFE_TYPES):
+        if tree is None or type(tree) in SAFE_TYPES:  # none of a class made of them, as an Enum
             return tree
         raise InputError(
             f"state {'/'.join(map(str, keys))} is a {type(tree).__name__},"
