@@ -18,7 +18,7 @@ from stepladder import Comm, InputError, Job, Plan, Settings, Trainer
 from stepladder.core.world import World
 from stepladder.train.fingerprints import find_minority, fingerprint, fingerprint_order
 from stepladder.train.process_group import process_group
-from stepladder.train.replica_check import ReplicaCheck, ReplicasDiffer
+from stepladder.train.replica_check import ReplicaCheck, ReplicasDiffer, validate_finite_weights
 
 PLANTS = {
     "nothing": None,
@@ -209,3 +209,14 @@ def test_ranks_that_see_different_data_are_refused_before_anything_is_written(
     done = run("train", JOBS / "uneven.py", "--nproc", 2, cwd=tmp_path, env={"UNEVEN": uneven})
     refused(done, f"rank 1 sees other training data than rank 0: {outcome}", "stepladder data info")
     assert not (tmp_path / "runs").exists()
+
+
+def test_weights_of_one_byte_are_finite_or_not() -> None:
+    model = nn.ParameterList(
+        nn.Parameter(torch.ones(2).to(dtype), requires_grad=False)
+        for dtype in (torch.int8, torch.float8_e5m2)
+    )
+    validate_finite_weights(model, 1)
+    model[1].data = torch.tensor([1.0, float("inf")]).to(torch.float8_e5m2)
+    with pytest.raises(InputError, match="the weights of 1 are not finite"):
+        validate_finite_weights(model, 1)

@@ -152,7 +152,9 @@ def validate_finite_weights(model: torch.nn.Module, step: int) -> None:
         InputError: A weight is infinite or not a number.
     """
     for name, weight in model.named_parameters():
-        is_finite: Any = torch.isfinite(weight).all()
+        # torch has no isfinite for the types of one byte.
+        values = weight.float() if weight.itemsize == 1 else weight
+        is_finite: Any = torch.isfinite(values).all()
         if hasattr(is_finite, "full_tensor"):  # a DTensor
             is_finite = is_finite.full_tensor()
         if not is_finite:
