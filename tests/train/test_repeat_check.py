@@ -87,13 +87,20 @@ def fit(run_dir, loss, epochs):
 def test_state_of_the_loss_that_acts_later_is_refused_in_the_next_epoch_or_at_a_snapshot(
     tmp_path, epochs, message
 ):
-    calls = itertools.count()
+    calls = itertools.count()  # 25 in the first epoch
 
     def loss(model, x):
-        return model(x).square().sum() * max(12, next(calls)), len(x)
+        return model(x).square().sum() * max(25, next(calls)), len(x)
 
     with pytest.raises(InputError, match=message):
         fit(tmp_path / "run", loss, epochs)
+
+
+def test_steps_are_compared_in_each_epoch_and_else_ever_rarer(tmp_path, monkeypatch):
+    steps = []
+    monkeypatch.setattr(RepeatCheck, "validate", lambda self, step: steps.append(step))
+    fit(tmp_path / "run", lambda model, x: (model(x).square().sum(), len(x)), 6)
+    assert steps == [0, 1, 3, 4, 7, 8, 12, 15, 16, 20]
 
 
 def test_next_values_that_differ_between_ranks_are_refused():

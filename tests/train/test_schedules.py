@@ -283,13 +283,14 @@ def test_a_loss_that_changes_the_optimizer_is_refused_at_that_step(
     def loss(model: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, int]:
         calls.append(x)
         result = job.loss(model, x)
-        if len(calls) == 12:
+        if len(calls) == 16:
             change(job)
         return result  # type: ignore[return-value]
 
     with pytest.raises(InputError, match=f"^{message}"):
         fit(tmp_path, replace(job, loss=loss), microbatch=2)
-    assert len(calls) == 15  # three steps of four microbatches, and the first one three times more
+    # Three steps of four microbatches, and the first one of steps 1 and 2 three times more.
+    assert len(calls) == 18
 
 
 def test_a_schedule_whose_state_no_snapshot_can_have_is_refused_by_name(tmp_path: Path) -> None:

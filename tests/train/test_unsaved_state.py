@@ -236,6 +236,20 @@ def test_a_list_that_passes_fill_and_a_hook_that_moves_a_buffer_empties_is_refus
         unsaved.after_reduce(0, StepResult(1.0, []))
 
 
+def test_a_counter_of_a_hook_that_moves_a_frozen_network_is_refused() -> None:
+    job = make_job()
+    job.model.target = nn.Linear(4, 2).requires_grad_(False)
+    calls: list[int] = []
+
+    def refresh(*_: Any) -> None:
+        calls.append(1)
+        job.model.target.load_state_dict(job.model.state_dict(), strict=False)
+
+    register(job, refresh)
+    with pytest.raises(InputError, match=r"^a step changes the variable calls of .*refresh"):
+        step(job)
+
+
 class Phase(enum.IntEnum):
     WARM = 0
 

@@ -1,10 +1,10 @@
 """A check of `--sync exact`: a microbatch that is computed twice gives the same loss and gradients.
 
-In the first step of an attempt and of each epoch, each rank reads its first microbatch once more
-and computes its loss and gradients twice more, from the same weights and seed. A job that keeps
-state between calls, has a random generator of its own, reads the time or asks for the number of
-ranks gives others then: it would train other weights on each number of ranks. Before each snapshot
-the next microbatch is computed twice, on all ranks.
+In some steps, of which the first of an attempt and of each epoch are, each rank reads its first
+microbatch once more and computes its loss and gradients twice more, from the same weights and seed.
+A job that keeps state between calls, has a random generator of its own, reads the time or asks for
+the number of ranks gives others then: it would train other weights on each number of ranks. Before
+each snapshot the next microbatch is computed twice, on all ranks.
 """
 
 from __future__ import annotations

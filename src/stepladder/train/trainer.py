@@ -347,7 +347,9 @@ class TrainingLoop:
 
     def _is_compared(self, step: int) -> bool:
         """Tell whether the passes of a step are compared with what is computed once more."""
-        return self.is_first_step or step % self.plan.steps_per_epoch == 0
+        # Ever rarer, since what a job keeps may act after a while: steps 1, 2, 4, 8, ...
+        is_power_of_two = not step & (step + 1)
+        return self.is_first_step or is_power_of_two or step % self.plan.steps_per_epoch == 0
 
     def _validate_unchanged(self) -> None:
         """Raise InputError if the passes of this step have changed a weight or a buffer."""

@@ -259,10 +259,10 @@ class _WatchedHook:
     """
 
     def __init__(
-        self, hook: Callable[..., Any], saved: set[int], buffers: Sequence[torch.Tensor]
+        self, hook: Callable[..., Any], saved: set[int], tensors: Sequence[torch.Tensor]
     ) -> None:
         self.hook = hook
-        self.buffers = buffers  # of the model, which a hook of a step may write
+        self.tensors = tensors  # of the model, which a hook of a step may write, also frozen ones
         owner = getattr(hook, "__self__", hook)
         is_kept = isinstance(owner, partial) or _is_of_user(type(owner).__module__)
         self.reached = _Reached([hook], [owner] * (is_kept and id(owner) not in saved))
@@ -279,7 +279,7 @@ class _WatchedHook:
 
     def _read_effects(self, args: tuple[Any, ...]) -> list[Any]:
         is_of_step = isinstance(args[0], torch.optim.Optimizer)
-        return _read_effects((*args, *self.buffers) if is_of_step else args)
+        return _read_effects((*args, *self.tensors) if is_of_step else args)
 
 
 def _list_hook_tables(job: Job) -> list[dict[int, Any]]:
@@ -297,12 +297,12 @@ def _list_hook_tables(job: Job) -> list[dict[int, Any]]:
 
 def _watch_hooks(job: Job, saved: set[int]) -> Iterator[_WatchedHook]:
     """Put a _WatchedHook in the place of each hook that is the user's."""
-    buffers = list(job.model.buffers())
+    tensors = [*job.model.parameters(), *job.model.buffers()]
     for table in _list_hook_tables(job):
         for key, hook in table.items():
             watched = hook
             if not isinstance(hook, _WatchedHook):
-                watched = _WatchedHook(hook, saved, buffers)
+                watched = _WatchedHook(hook, saved, tensors)
             if watched.reached.readers:
                 table[key] = watched
                 yield watched
