@@ -44,6 +44,7 @@ class RunningStatistics(LoopListener):
         self.size = sum(self.statistic_sizes) + len(self.layers)
         # The counters after the last microbatch: a layer that a microbatch skips does not count.
         self.last_counters = torch.zeros(0)
+        self.captured = torch.zeros(0)  # what `capture` has returned last
         # For each element of the statistics, the index of its layer.
         indices = [i // 2 for i, size in enumerate(self.statistic_sizes) for _ in range(size)]
         device = self.buffers[0].device if self.buffers else None
@@ -108,7 +109,9 @@ class RunningStatistics(LoopListener):
         layer_counts = (counters != self.last_counters).float() * samples
         self.last_counters = counters
         statistics = torch.cat([buffer.reshape(-1).float() for buffer in self.buffers])
-        return torch.cat([statistics * layer_counts[self.layer_of_element], layer_counts])
+        weighted = statistics * layer_counts[self.layer_of_element]
+        self.captured = torch.cat([weighted, layer_counts])
+        return self.captured
 
     @torch.no_grad()
     def finish(self, total: Tensor) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from stepladder.core.errors import InputError
 from stepladder.core.numbers import format_ranks
 from stepladder.core.plan import Span
+from stepladder.train.batch_norm import RunningStatistics
 from stepladder.train.batch_reader import BatchReader
 from stepladder.train.comm import Comm
 from stepladder.train.fingerprints import HASH_BYTES, find_minority, fingerprint
@@ -141,7 +142,7 @@ class RepeatCheck:
         reader: Reads a microbatch once more.
         compute: Returns the loss of a microbatch, shape ().
         params: The weights that are trained.
-        statistics: The buffers into which batch norm writes the statistics of a microbatch.
+        statistics: Has those that batch norm has captured of the last microbatch.
         gathers_weights: Whether a pass gathers weights. Then no gradients are compared, since
             the ranks' gathers must fit each other.
     """
@@ -151,7 +152,7 @@ class RepeatCheck:
         reader: BatchReader,
         compute: Callable[[Span, Any], Tensor],
         params: Sequence[nn.Parameter],
-        statistics: Sequence[Tensor],
+        statistics: RunningStatistics,
         gathers_weights: bool,
     ) -> None:
         self.reader = reader
@@ -184,7 +185,7 @@ class RepeatCheck:
         self.result = self._hash(loss)
 
     def _hash(self, loss: Tensor) -> bytes:
-        return fingerprint(list(map(fingerprint, (loss, *self.statistics))))
+        return fingerprint((fingerprint(loss), fingerprint(self.statistics.captured)))
 
     def validate(self, step: int) -> None:
         """Read and compute the microbatch once more.

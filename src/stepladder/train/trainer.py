@@ -208,7 +208,7 @@ class TrainingLoop:
                 self.reader,
                 self._recompute,
                 list(self.model.parameters()),
-                self.statistics.buffers,
+                self.statistics,
                 self.layout.gathers_weights,
             )
         self.is_repetition = False  # the passes of this step are computed once more
@@ -457,6 +457,8 @@ class TrainingLoop:
         isolation = isolate_job(self.layout, self.settings.sync)
         with self.phase(FORWARD_PASS), self.autocast, isolation:
             result: Any = loss_function(self.model, batch)
+        if self.statistics.size:
+            self.statistics.capture(len(span))
         self.generators.end_pass()
         self._validate_unchanged()
         total: Tensor = result[0] if isinstance(result, tuple) else result * len(span)
