@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -397,22 +398,34 @@ def test_a_buffer_that_forward_changes_is_refused_by_name(
     )
 
 
-@pytest.mark.parametrize("persistent", [True, False])
+def grow(model: nn.Module) -> None:
+    model.share = torch.cat([model.share.reshape(-1), torch.ones(1)])
+
+
+@pytest.mark.parametrize(
+    ("persistent", "move", "refused"),
+    [
+        (True, lambda model: model.share.mul_(0.5), None),
+        (False, lambda model: model.share.mul_(0.5), "a step changes the buffer share, which no"),
+        (True, grow, "a step changes the shape of the buffer share, which no resume"),
+    ],
+    ids=["saved", "not saved", "grows"],
+)
 def test_a_hook_of_the_step_may_move_a_buffer_that_snapshots_have(
-    tmp_path: Path, persistent: bool
+    tmp_path: Path, persistent: bool, move: Callable[[nn.Module], None], refused: str | None
 ) -> None:
     model = nn.Linear(12, 5)
     model.register_buffer("share", torch.ones(()), persistent)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer.register_step_post_hook(lambda *_: model.share.mul_(0.5))
+    optimizer.register_step_post_hook(lambda *_: move(model))
     data = (torch.randn(48, 12), torch.zeros(48, dtype=torch.long))
     settings = Settings(tmp_path, global_batch=8, microbatch=4, sync="exact", progress=False)
     trainer = Trainer(Job(model, optimizer, noisy_loss, data), settings, comm=alone())
-    if persistent:
+    if refused is None:
         assert trainer.fit().as_json()["steps"] == 6
         assert model.share == 0.5**6
     else:
-        with pytest.raises(InputError, match="a step changes the buffer share, which no snapshot"):
+        with pytest.raises(InputError, match=refused):
             trainer.fit()
 
 

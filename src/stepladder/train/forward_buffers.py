@@ -51,17 +51,20 @@ class ForwardBuffers:
         """Take what the optimizer's step, or a hook of it, has written: all ranks write the same.
 
         Raises:
-            InputError: It is a buffer that no snapshot has.
+            InputError: It is a buffer that no snapshot has, or that `build` makes in another shape.
         """
         versions = self._read_versions()
         for index, (path, module, name) in enumerate(self.paths):
             if versions[index] != self.versions[index]:
-                if name in module._non_persistent_buffers_set:
+                buffer = getattr(module, name)
+                is_saved = name not in module._non_persistent_buffers_set
+                if not is_saved or buffer.shape != self.values[index].shape:
+                    what = "shape of the buffer" if is_saved else "buffer"
                     raise InputError(
-                        f"a step changes the buffer {path}, which no snapshot would have",
-                        "register_buffer without persistent=False",
+                        f"a step changes the {what} {path}, which no resume would have",
+                        "register_buffer without persistent=False, in its largest shape",
                     )
-                self.values[index] = getattr(module, name).clone()
+                self.values[index] = buffer.clone()
         self.versions = versions
 
     def validate_unchanged(self) -> None:
