@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from stepladder.train.weight_guard import PassGuard, WeightChanged
+from stepladder.train.weight_guard import PassGuard, WeightChanged, validate_unchanged_weights
 
 
 def write_in_place(weight: nn.Parameter) -> None:
@@ -43,6 +43,20 @@ def test_a_write_is_named(write: Callable[[nn.Parameter], None], is_frozen: bool
     with pytest.raises(WeightChanged, match=r"changes the weight 1\.weight") as raised:
         guard.validate()
     assert ("ema_decay" in raised.value.hint) == is_frozen
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_a_metric_may_write_what_it_restores(write: Callable[[nn.Parameter], None]) -> None:
+    model = nn.Linear(2, 2)
+    with validate_unchanged_weights(model, "a metric"):
+        before = model.weight.detach().clone()
+        write(model.weight)
+        model.load_state_dict({"weight": before}, strict=False)
+    with (
+        pytest.raises(WeightChanged, match="a metric changes the weight weight"),
+        validate_unchanged_weights(model, "a metric"),
+    ):
+        write(model.weight)
 
 
 def test_a_counted_write_is_seen_without_comparing_values() -> None:

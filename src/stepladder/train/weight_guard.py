@@ -77,6 +77,10 @@ class _WeightGuard:
     def validate(self) -> None:
         """Raise WeightChanged if a weight was written since `begin`, or has other values."""
         self.validate_unwritten()
+        self.validate_values()
+
+    def validate_values(self) -> None:
+        """Raise WeightChanged if a weight has other values than at `begin`, if it kept hashes."""
         if self.compares_values:
             hashes = self._hash_values()
             if hashes != self.hashes:
@@ -147,12 +151,15 @@ def _list_own_parameters(module: nn.Module, prefix: str) -> Iterator[tuple[str, 
 
 @contextmanager
 def validate_unchanged_weights(model: nn.Module, changed_by: str) -> Iterator[None]:
-    """Raise WeightChanged at the end of the block if a weight or a buffer has changed in it."""
+    """Raise WeightChanged at the end of the block if a weight or a buffer has other values then.
+
+    A metric may write them if it restores them, as one of averaged weights does.
+    """
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     guard = _WeightGuard(tensors, changed_by)
     guard.begin(compares_values=True)
     yield
-    guard.validate()
+    guard.validate_values()
 
 
 def _get_local(param: Tensor) -> Tensor:
