@@ -70,11 +70,23 @@ def test_statistics_that_a_layer_moves_from_where_they_are_are_refused(tmp_path,
                 self.num_batches_tracked += 1
                 self.running_mean.lerp_(x.mean(0), 0.1)
                 return x
-            return super().forward(x) if len(x) > 1 else x  # which some microbatches skip
+            return super().forward(x)
 
     match = "or other statistics of batch norm"
     with pytest.raises(InputError, match=match) if is_moved else nullcontext():
         fit(tmp_path / "run", lambda model, x: (model(x).square().sum(), len(x)), 1, Norm(4))
+
+
+def test_statistics_of_a_skipped_layer_are_0_whatever_its_values_are():
+    statistics = RunningStatistics(nn.BatchNorm1d(1))
+    statistics.captured = torch.zeros(1)
+    check = RepeatCheck(Reader(0.0), lambda *_: torch.ones(()), [], statistics, True)
+    check.note_batch(SPAN, 0.0)
+    torch.manual_seed(REREAD_SEED)
+    check.note_draws()
+    check.note_loss(torch.ones(()))
+    statistics.captured = -torch.zeros(1)
+    check.validate(0)
 
 
 def fit(run_dir, loss, epochs, layer=None):
