@@ -1881,3 +1881,108 @@ def features_of_a_frozen_part_in_a_cache_by_sample() -> Job:
 
     data = Items(lambda index: (x[index], index, y[index]))
     return job(nn.Linear(33, CLASSES), loss, data)
+
+
+class OwnBatchNorm(nn.BatchNorm1d):
+    """Moves its statistics by itself, as a batch norm over several samples of rows does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return super().forward(x)
+        mean = x.mean(0)
+        with torch.no_grad():
+            self.running_mean.lerp_(mean, 0.1)  # type: ignore[union-attr]
+            self.num_batches_tracked += 1  # type: ignore[operator]
+        return (x - mean) * self.weight + self.bias
+
+
+@kind(refused="or other statistics of batch norm")
+def batch_norm_that_moves_its_statistics_by_itself() -> Job:
+    net = on_vectors(OwnBatchNorm(16), nn.ReLU())
+    return job(net, metrics=accuracy, eval_data=vectors())
+
+
+@kind(refused="--sync exact: the ")
+def losses_clamped_by_their_history_after_twenty() -> Job:
+    history: list[float] = []
+
+    def loss(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+        losses = F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+        history.append(float(losses.detach().mean()))
+        if len(history) > 20:
+            losses = losses * float(np.mean(history[-20:]))
+        return losses.sum(), len(losses)
+
+    return job(loss=loss)
+
+
+class FallingDropout(torch.optim.lr_scheduler.ConstantLR):
+    def __init__(self, layer: nn.Dropout, optimizer: torch.optim.Optimizer) -> None:
+        self.set = lambda epoch: setattr(layer, "p", 0.9**epoch)
+        super().__init__(optimizer, 1.0)
+
+    def step(self, epoch: int | None = None) -> None:
+        super().step()
+        self.set(self.last_epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"last_epoch": self.last_epoch}
+
+
+@kind(refused="attribute p of the layer 1")
+def dropout_that_an_own_schedule_lowers() -> Job:
+    net = on_vectors(nn.Dropout(0.5))
+    made = job(net)
+    return replace(made, schedule=FallingDropout(net[1], made.optimizer))
+
+
+class ForgetfulSchedule(torch.optim.lr_scheduler.ConstantLR):
+    calls = 0
+
+    def get_lr(self) -> list[float]:
+        self.calls += 1
+        return [0.05 * 0.97**self.calls for _ in self.base_lrs]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"last_epoch": self.last_epoch}
+
+
+@kind(refused="attribute calls of ForgetfulSchedule")
+def schedule_whose_state_dict_forgets_a_counter() -> Job:
+    made = job()
+    return replace(made, schedule=ForgetfulSchedule(made.optimizer))
+
+
+@kind(refused="variable seen of", full="a hook of", optimizer="a hook of")
+def prototype_moved_by_what_the_last_pass_saw() -> Job:
+    net = Net()
+    net.register_buffer("prototype", torch.zeros(16))
+    made = job(net)
+    seen: list[Tensor] = []
+    net.second.register_forward_hook(lambda _, __, output: seen.append(output.detach()))
+
+    def move(*_: Any) -> None:
+        if seen:
+            net.prototype.lerp_(seen[-1].mean(0), 0.1)
+        seen.clear()
+
+    made.optimizer.register_step_post_hook(move)
+
+    def loss(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+        total, count = cross_entropy(model, batch)
+        return total + 0.01 * count * (net.last.weight - net.prototype).square().sum(), count
+
+    return replace(made, loss=loss)
+
+
+class AdaptedNet(Net):
+    def state_dict(self, *args: Any, **options: Any) -> dict[str, Any]:
+        state = super().state_dict(*args, **options)
+        return {name: value for name, value in state.items() if not name.startswith("first")}
+
+
+@kind()
+def frozen_weights_that_the_state_dict_leaves_out() -> Job:
+    net = AdaptedNet()
+    net.first.requires_grad_(False)
+    return job(net)
