@@ -1612,7 +1612,10 @@ def area_under_the_curve_of_collected_scores() -> Job:
     return job(metrics=metrics, derived=derived, eval_data=vectors(), eval_batch=10)
 
 
-@kind(refused="metrics of the same batch are others on rank", alone="")
+@kind(
+    refused="metrics of the same batch are others on rank",
+    alone="keeps something that no snapshot has",
+)
 def judge_outside_of_the_job_with_batch_norm() -> Job:
     judge = nn.BatchNorm1d(CLASSES)
 
