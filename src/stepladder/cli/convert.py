@@ -116,8 +116,10 @@ def _show_rung(proved: ProvedRung) -> None:
         echo("".join(f"    {line}\n" for line in text.splitlines()).rstrip())
     if not proved.diffs:
         echo("    nothing to change")
-    for line in proved.holds:
+    for line in proved.proof.holds:
         echo(f"  holds: {line}")
+    for line in proved.proof.not_taken:
+        echo(f"  another way fails: {line}")
     for line in proved.not_judged:
         echo(f"  not judged: {line}")
     echo("")
@@ -129,9 +131,11 @@ def _show_end(result: Conversions, script: Path, written: list[Path], is_partial
     for path in written:
         echo(f"written: {path}")
     if written:
-        echo(f"to start it on two processes: stepladder run --nproc 2 {written[0]}")
-        submit = "stepladder submit --dry-run --nodes 2 --nproc 2 -- run"
-        echo(f"to see its batch script for two nodes: {submit} {written[0]}")
+        number = result.num_processes
+        echo(f"to start it on {number} processes: stepladder run --nproc {number} {written[0]}")
+        if number == 2:  # a batch with shares for 2 has, as a rule, some for 4
+            submit = "stepladder submit --dry-run --nodes 2 --nproc 2 -- run"
+            echo(f"to see its batch script for two nodes: {submit} {written[0]}")
     elif is_partial:
         echo("not written: without rung c each process would train a model of its own")
     elif result.files and not written:
@@ -145,8 +149,9 @@ def _json_of(result: Conversions, written: list[Path]) -> dict[str, Any]:
                 "rung": proved.rung.letter,
                 "title": proved.rung.title,
                 "diffs": proved.diffs,
-                "held": proved.holds,
+                "held": proved.proof.holds,
                 "not_judged": proved.not_judged,
+                "not_taken": proved.proof.not_taken,
             }
             for proved in result.rungs
         ],

@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from processes import run
 from stepladder.cli.convert import write_files
+from stepladder.tools.convert import convert as converting
 from stepladder.tools.convert.convert import ConversionRequest, Conversions, Converter, convert
 from stepladder.tools.convert.ladder import RUNGS, Rung, compose
 from stepladder.tools.convert.proof import RungProof
@@ -121,6 +123,153 @@ def test_a_line_for_two_kinds_of_loaders_shares_each_in_its_way(
     assert len(numbers[0]) == 2
     one, two = ([float(each) for each in some] for some in numbers)
     assert two == pytest.approx(one, rel=1e-3)
+
+
+SIZE_IN_THE_LOOP = """\
+import copy
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+
+def make_loader(name, options):
+    print(name)
+    return DataLoader(TensorDataset(torch.randn(64, 4)), **options)
+
+
+def make_optimizer(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def train(config):
+    options = {"drop_last": True, "batch_size": config["size"]}
+    loader = make_loader(options=options, name="train")
+    print(f"batches of {config['size']}")
+    net = nn.Linear(4, 1)
+    optimizer = make_optimizer(net)
+    ones = torch.ones(config["size"], 1)
+    loss = nn.BCEWithLogitsLoss()
+    for epoch in range(2):
+        for x, in loader:
+            optimizer.zero_grad()
+            loss(net(x), ones).backward()
+            optimizer.step()
+    print(copy.deepcopy(net)(x).mean().item())
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    train({"size": 9})
+"""
+
+
+@pytest.mark.slow
+def test_what_is_made_by_the_batch_size_is_of_the_share_and_functions_that_end_wrap_no_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "train.py").write_text(SIZE_IN_THE_LOOP)
+    result = convert_in(tmp_path, monkeypatch, "e")
+    assert result.stopped == ""
+    assert result.num_processes == 3  # a batch of 9 has no equal shares for 2
+    assert all("on 2 processes" not in line for rung in result.rungs for line in rung.proof.holds)
+    text = result.files["train.py"]
+    lines = [line.strip() for line in text.splitlines()]
+    made = lines.index('loader = make_loader(options=options, name="train")')
+    assert lines[made + 1] == """config["size"] = share_of_batch(config["size"])"""
+    assert lines[made + 2] == """print(f"batches of {sum_over_processes(config['size'])}")"""
+    made = lines.index("optimizer = make_optimizer(net)")
+    assert lines[made - 1] == "net = DistributedDataParallel(net)"
+    assert text.count("= DistributedDataParallel(") == 1
+
+
+CALLED_BY_A_GLOBAL_NAME = """\
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+
+def step(x, optimizer):
+    optimizer.zero_grad()
+    net(x).square().mean().backward()
+    optimizer.step()
+
+
+def train(net, loader, test_loader):
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for epoch in range(2):
+        for x, in loader:
+            step(x, optimizer)
+    results = torch.zeros(len(test_loader.dataset))
+    for number, (x,) in enumerate(test_loader):
+        results[8 * number : 8 * number + 8] = net(x).detach().squeeze()
+    print(results.std().item())
+
+
+torch.manual_seed(0)
+data = TensorDataset(torch.randn(64, 4))
+net = torch.nn.Linear(4, 1)
+test_loader = DataLoader(TensorDataset(torch.randn(31, 4)), 8)
+train(net, DataLoader(data, 8, shuffle=True), test_loader)
+"""
+
+
+@pytest.mark.slow
+def test_a_model_is_wrapped_where_training_calls_it_and_what_needs_all_results_is_not_shared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "train.py").write_text(CALLED_BY_A_GLOBAL_NAME)
+    result = convert_in(tmp_path, monkeypatch, "e")
+    assert result.stopped == ""
+    assert "\nnet = DistributedDataParallel(net)\n" in result.files["train.py"]
+    d = result.rungs[3]
+    assert d.proof.not_taken and "share_batches" not in result.files["train.py"]
+
+
+def wrap_under_another_name(conversion: Conversion) -> Edits:
+    file = conversion.files[conversion.main]
+    return {
+        file.name: [
+            file.insert_before(
+                file.tree.body[-1], "wrapped = torch.nn.parallel.DistributedDataParallel(net)"
+            )
+        ]
+    }
+
+
+@pytest.mark.slow
+def test_processes_that_make_steps_with_their_own_gradients_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "train.py").write_text(CALLED_BY_A_GLOBAL_NAME)
+    c = replace(RUNGS[2], alternatives=(wrap_under_another_name,))
+    monkeypatch.setattr(converting, "RUNGS", (*RUNGS[:2], c))
+    assert "each process makes steps with its own" in convert_in(tmp_path, monkeypatch, "c").stopped
+
+
+@pytest.mark.slow
+def test_modules_from_other_folders_of_the_repository_are_put_beside_the_script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "root"
+    for folder in (".git", "lib", "project"):
+        (root / folder).mkdir(parents=True)
+    head, _, tail = SIZE_IN_THE_LOOP.partition("def make_optimizer")
+    (root / "lib" / "__init__.py").write_text("")
+    (root / "lib" / "data.py").write_text(head)
+    path = "import sys\nsys.path.append('..')\nfrom lib.data import *\n"
+    (root / "project" / "train.py").write_text(f"{path}def make_optimizer{tail}")
+    before = {path: path.read_text() for path in root.rglob("*.py")}
+    result = convert_in(root / "project", monkeypatch, "c")
+    assert result.stopped == ""
+    assert set(result.sources) == {"train.py", "lib/__init__.py", "lib/data.py"}
+    assert {path: path.read_text() for path in root.rglob("*.py")} == before
+    target = root / "project" / "train_ddp.py"
+    written = write_files(result, root / "project" / "train.py", target)
+    assert {path.relative_to(root / "project").as_posix() for path in written} == {
+        f"train_ddp/{name}" for name in result.sources
+    }
+    done = run("run", "--nproc", "3", "train_ddp/train.py", cwd=root / "project")
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.slow

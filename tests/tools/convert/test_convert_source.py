@@ -40,7 +40,7 @@ train(model)
 def source(tmp_path: Path) -> SourceText:
     path = tmp_path / "train.py"
     path.write_text(TEXT)
-    return SourceText("train.py", path)
+    return SourceText.read(path, "train.py")
 
 
 def test_no_edit_changes_nothing(source: SourceText) -> None:
@@ -109,7 +109,7 @@ def test_a_statement_that_shares_its_line_is_not_changed(source: SourceText) -> 
 def test_a_text_of_several_lines_is_not_indented(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     path.write_text('print("""a\nb""")\n')
-    source = SourceText("train.py", path)
+    source = SourceText.read(path, "train.py")
     with pytest.raises(CannotConvert, match="text of several lines"):
         source.guard(source.tree.body[0], "is_first")
 
@@ -141,7 +141,7 @@ def test_each_number_that_was_shown_has_its_expression(
     line: str, text: str, shown: list[str | None], tmp_path: Path
 ) -> None:
     (tmp_path / "train.py").write_text(line)
-    source = SourceText("train.py", tmp_path / "train.py")
+    source = SourceText.read(tmp_path / "train.py", "train.py")
     found = [find_shown_expression(source, 1, text, number) for number in range(len(shown))]
     assert [item and source.text_of(item) for item in found] == shown
 
@@ -176,4 +176,4 @@ def test_what_prints_in_rare_steps_and_was_not_judged_prints_in_the_first_steps(
 def convert_printed(script: Path, printed: list[Print]) -> Conversion:
     """Return the conversion of a script whose run has printed some lines."""
     facts = ScriptFacts(Recording([RankLog(0, [*printed])], 1))
-    return Conversion(script.name, {script.name: SourceText(script.name, script)}, facts)
+    return Conversion(script.name, {script.name: SourceText.read(script, script.name)}, facts)

@@ -30,6 +30,7 @@ class LoadedLibraries(ProbeEvent, kind="libraries"):
     """The modules that the next starts may have imported before the probe is attached."""
 
     names: list[str]
+    others: dict[str, str] = field(default_factory=dict)  # the files of modules of no library
 
 
 class SpawnsRanks(ProbeEvent, kind="spawns"):
@@ -153,6 +154,7 @@ class PassStart(ProbeEvent, kind="pass"):
     replicas: int | None = None  # the number of ranks among which a sampler divides samples
     sampler_rank: int | None = None  # the rank whose share the sampler takes
     iterable: bool = False  # whether the data set is a stream
+    batch_size: int | None = None
     drop_last: bool = False
     sampler_drop: bool = False  # whether the sampler drops a remainder
     workers: int = 0
@@ -296,7 +298,9 @@ class CarriedState(ProbeEvent, kind="carried"):
 class NamesWhereBuilt(ProbeEvent, kind="namesbuilt"):
     """An optimizer is about to be built."""
 
-    models: Sequence[Sequence[Any]] = ()  # the name of each, its id and those of its parts
+    # From the innermost function outwards: file, line, function, and the models that it names: the
+    # name of each, its id and those of its parts.
+    places: Sequence[Sequence[Any]] = ()
 
 
 class EvalMode(ProbeEvent, kind="eval"):

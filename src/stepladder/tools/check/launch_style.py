@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 from stepladder.core.errors import InputError
@@ -14,6 +15,7 @@ from stepladder.tools.findings.finding import Finding
 
 MISSING_MODULE = re.compile(r"ModuleNotFoundError: No module named '(?P<top>\w+)")
 MISSING_FILE = re.compile(r"FileNotFoundError: .*: '(?P<path>[^']+)'")
+PACKAGE = "__init__.py"
 IMPORTS_FROM_ITS_PACKAGE = "attempted relative import with no known parent package"
 
 
@@ -90,7 +92,7 @@ def validate_root(root: Path, script: Path, folder: Path) -> None:
 def as_modules(script: Path, root: Path, folder: Path) -> Iterator[LaunchStyle]:
     """Yield the ways to start a script with `python -m`: from the folder, and above its package."""
     package = script.parent
-    while (package / "__init__.py").is_file() and package.is_relative_to(root):
+    while (package / PACKAGE).is_file() and package.is_relative_to(root):
         package = package.parent
     for start in (folder, package):
         if script.is_relative_to(start) and start.is_relative_to(root) and script.parent != start:
@@ -105,6 +107,27 @@ def find_repository(folder: Path) -> Path | None:
         if (parent / ".git").exists():
             return None if parent == folder else parent
     return None
+
+
+def find_modules_elsewhere(style: LaunchStyle, *loaded: Mapping[str, str]) -> dict[str, Path]:
+    """Return the modules of the repository that are in no folder of the script, by new places.
+
+    These are beside the script, where Python finds them first.
+
+    Args:
+        style: How the script is started.
+        loaded: The files of modules that a run has loaded.
+    """
+    found: dict[str, Path] = {}
+    repository = find_repository(style.root) or style.root
+    for module, file in chain.from_iterable(files.items() for files in loaded):
+        path = Path(file).resolve()
+        beside = style.script.parent.joinpath(*module.split("."))
+        target = beside / path.name if path.name == PACKAGE else beside.with_suffix(".py")
+        is_inside = path.is_relative_to(style.root) or not path.is_relative_to(repository)
+        if not is_inside and not target.exists():
+            found[str(target.relative_to(style.root))] = path
+    return found
 
 
 def finds_what_is_missing(style: LaunchStyle, failure: NotChecked | None) -> bool:

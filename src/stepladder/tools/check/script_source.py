@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TypeVar
+from typing import Self, TypeVar
 
 from stepladder.core.errors import InputError
 from stepladder.core.python_file import parse_source
@@ -29,15 +29,15 @@ class SourceFile:
     tree: ast.Module
     text: str
 
-    @staticmethod
-    def read(path: Path, name: str) -> SourceFile:
+    @classmethod
+    def read(cls, path: Path, name: str) -> Self:
         """Read a file, and parse it.
 
         Raises:
             InputError: It cannot be read, or is no Python.
         """
         tree = parse_source(path)
-        return SourceFile(path, name, tree, path.read_text(encoding="utf-8", errors="replace"))
+        return cls(path, name, tree, path.read_text(encoding="utf-8", errors="replace"))
 
     @cached_property
     def lines(self) -> list[str]:
@@ -163,6 +163,24 @@ def dotted_name(node: ast.AST) -> str:
     if isinstance(node, ast.Attribute):
         return f"{dotted_name(node.value)}.{node.attr}".strip(".")
     return node.id if isinstance(node, ast.Name) else ""
+
+
+def parameters_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
+    """Return the parameters that a call gives."""
+    arguments = (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs)
+    return [item.arg for item in arguments if item.arg != "self"]
+
+
+def argument_of(call: ast.Call, parameters: list[str], name: str) -> ast.expr | None:
+    """Return what a call gives for a parameter, which may be a dict of all that have names."""
+    given = dict(zip(parameters, call.args, strict=False))
+    given |= {item.arg or name: item.value for item in call.keywords}
+    return given.get(name)
+
+
+def stored_names(tree: ast.AST) -> list[str]:
+    """Return the variables that are assigned in a tree."""
+    return [node.id for node in find_nodes(tree, ast.Name) if isinstance(node.ctx, ast.Store)]
 
 
 def keyword_value(call: ast.Call, name: str) -> ast.expr | None:

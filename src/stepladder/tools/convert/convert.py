@@ -12,8 +12,9 @@ from stepladder.core.scratch import temporary_folder
 from stepladder.core.signals import exit_on_signals
 from stepladder.tools.check import check as checking
 from stepladder.tools.check.copying import copy_folder
+from stepladder.tools.check.events import LoadedLibraries
 from stepladder.tools.check.fork_servers import ForkServers
-from stepladder.tools.check.launch_style import LaunchStyle, find_styles
+from stepladder.tools.check.launch_style import LaunchStyle, find_modules_elsewhere, find_styles
 from stepladder.tools.check.script_source import read_source
 from stepladder.tools.convert.facts import ScriptFacts
 from stepladder.tools.convert.ladder import RUNGS, Rung, compose
@@ -34,7 +35,7 @@ from stepladder.tools.convert.rungs import (
 )
 from stepladder.tools.convert.shown_expressions import find_shown_expression
 from stepladder.tools.convert.source import CannotConvert, Edit, EditedText, SourceText, diff
-from stepladder.tools.convert.starts import ScriptStarter, Started
+from stepladder.tools.convert.starts import ScriptStarter, Started, write_texts
 
 WAYS_TO_MEND = ("sum_over_processes", "mean_over_processes")
 
@@ -67,14 +68,14 @@ class ProvedRung:
     Args:
         rung: The rung.
         diffs: The unified diff of each file; empty where nothing changes.
-        holds: What its proof has shown.
+        proof: What runs have shown.
         not_judged: What no run has come to.
     """
 
     rung: Rung
     diffs: list[str]
-    holds: list[str]
-    not_judged: list[str] = field(default_factory=list)
+    proof: RungProof
+    not_judged: list[str]
 
 
 @dataclass(frozen=True)
@@ -86,12 +87,14 @@ class Conversions:
         files: The new text of each file that changes, by its path in the folder.
         stopped: Why the next rung is not offered; empty if all hold.
         sources: The text of each file of the script, as it is then.
+        num_processes: The number of processes of the proof.
     """
 
     rungs: list[ProvedRung] = field(default_factory=list)
     files: dict[str, str] = field(default_factory=dict)
     stopped: str = ""
     sources: dict[str, str] = field(default_factory=dict)
+    num_processes: int = 2
 
 
 def convert(
@@ -145,17 +148,17 @@ class Converter:
                 edits, edited, proof = self.choose_way(conversion, rung, steps)
             except CannotConvert as reason:
                 stopped = f"{rung.letter}, {rung.title}: {reason}"
-                return Conversions(proved, files, stopped, texts)
+                return Conversions(proved, files, stopped, texts, self.num_processes)
             steps.append(edits)
             files = _texts_of(edited)
             diffs = [diff(name, texts[name], text) for name, text in files.items()]
             texts |= files
             not_judged = describe_not_judged(conversion, rung.letter)
-            proved.append(ProvedRung(rung, list(filter(None, diffs)), proof.holds, not_judged))
+            proved.append(ProvedRung(rung, list(filter(None, diffs)), proof, not_judged))
             on_rung(proved[-1])
             if rung.letter == self.request.last:
                 break
-        return Conversions(proved, files, "", texts)
+        return Conversions(proved, files, "", texts, self.num_processes)
 
     def observe(self) -> Conversion:
         """Run the script as it is, on one process.
@@ -166,9 +169,15 @@ class Converter:
         recorded = self.starter.run_few_batches()
         self.require_training(recorded)
         source = read_source(self.style.script, self.style.root)
-        # Those of other folders have absolute names: they are read, and never written.
-        inside = [item for item in source.files if not Path(item.name).is_absolute()]
-        files = {item.name: SourceText(item.name, item.path) for item in inside}
+        # Those that links lead to have absolute names: they are read, and never written.
+        paths = {item.name: item.path for item in source.files if not Path(item.name).is_absolute()}
+        loaded = recorded.recording.ranks[0].select(LoadedLibraries)
+        elsewhere = find_modules_elsewhere(self.style, *(event.others for event in loaded))
+        files = {name: SourceText.read(path, name) for name, path in (paths | elsewhere).items()}
+        if elsewhere:
+            self.starter.modules = {name: files[name].text for name in elsewhere}
+            recorded = self.starter.run_few_batches()
+            self.require_training(recorded)
         main = str(self.style.script.relative_to(self.style.root))
         conversion = Conversion(main, files, ScriptFacts(recorded.recording))
         self.shortening = shorten_epochs(conversion, self.request.epochs or 2)
@@ -178,6 +187,7 @@ class Converter:
             self.require_training(item)
         self.original = read_original(started)
         facts = ScriptFacts(started["reference"].recording)
+        self.num_processes = facts.num_processes
         conversion = Conversion(main, files, facts, self.request.imports_stepladder)
         with suppress(CannotConvert):
             self.files_once = write_once(conversion, "save_without_barrier")
@@ -211,6 +221,7 @@ class Converter:
             if not proof.broken and "resume" in rung.judged:
                 self.check_resume(edited, proof)
             if not proof.broken:
+                proof.not_taken.extend([reason] * bool(reason))
                 return edits, edited, proof
             reason = reason or "; ".join(proof.broken)
         raise CannotConvert(reason)
@@ -219,12 +230,12 @@ class Converter:
         """Check the converted script as a user would, with a resumed run, and add what it says."""
         copy = self.starter.scratch / "converted"
         copy_folder(self.style.root, copy)
-        for name, file in edited.items():
-            (copy / name).write_text(file.text, encoding="utf-8")
+        write_texts(copy, self.starter.modules | _texts_of(edited))
         script = copy / self.style.script.relative_to(self.style.root)
         request = checking.Request(
             script,
             self.request.args,
+            nproc=self.num_processes,
             batches=self.starter.batches,
             resume=True,
             timeout=self.request.timeout,
@@ -252,7 +263,7 @@ class Converter:
             for name, file in ran.items()
         }
         if texts != self.started_texts:  # a rung may change nothing
-            self.started = self.starter.run(starts_of_converted(texts))
+            self.started = self.starter.run(starts_of_converted(texts, self.num_processes))
             self.started_texts = texts
         return edited, prove(self.original, self.started, ran, rung.judged)
 

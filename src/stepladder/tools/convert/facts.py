@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,6 +22,9 @@ from stepladder.tools.check.events import (
 from stepladder.tools.check.recording import LoaderPass, RankLog, Recording
 from stepladder.tools.findings.finding import Location
 from stepladder.tools.probe.events import CodeLine, ProbeEvent
+
+NamedModel = tuple[str, int, list[int]]  # the name of a model, its id and those of its parts
+NUMBERS_OF_PROCESSES = (2, 3, 5)
 
 
 class Use(NamedTuple):
@@ -72,12 +76,14 @@ class ScriptFacts:
             name = name.removeprefix(f"{root}/")
         return Location(name, line.line)
 
-    def uses_of(self, what: str, object_id: int) -> list[tuple[Use, ...]]:
+    def uses_of(
+        self, what: str, object_id: int, in_training: bool = False
+    ) -> list[tuple[Use, ...]]:
         """Return the uses of an object, each from the innermost function outwards."""
         return [
             self.uses_in(event)
-            for event in self.log.select(NamesInUse)
-            if event.what == what and event.object == object_id
+            for event in (self.training_events if in_training else self.log.events)
+            if isinstance(event, NamesInUse) and event.what == what and event.object == object_id
         ]
 
     def uses_in(self, event: NamesInUse) -> tuple[Use, ...]:
@@ -107,6 +113,16 @@ class ScriptFacts:
             for (built, trains), of in passes.items()
         ]
 
+    @cached_property
+    def num_processes(self) -> int:
+        """The smallest number of processes that have equal shares of each training batch.
+
+        If none of a few has: 2.
+        """
+        starts = [one_pass.start for one_pass in self.log.passes if one_pass.is_training]
+        size = math.gcd(*(start.batch_size or 0 for start in starts))
+        return next((number for number in NUMBERS_OF_PROCESSES if size % number == 0), 2)
+
     def uses_of_passes(self, passes: Iterable[LoaderPass]) -> Iterator[tuple[Use, ...]]:
         for loader in dict.fromkeys(one_pass.start.loader for one_pass in passes):
             yield from self.uses_of("loader", loader)
@@ -114,9 +130,11 @@ class ScriptFacts:
     @cached_property
     def trained_models(self) -> list[int]:
         """The ids of the models that are called for gradients, but for parts of others."""
-        called = dict.fromkeys(e.root for e in self.log.select(Forward) if e.grad)
-        built = [models for event in self.log.select(NamesWhereBuilt) for models in event.models]
-        parts = {part for _, model, parts in built if model in called for part in parts}
+        called = dict.fromkeys(
+            e.root for e in self.training_events if isinstance(e, Forward) and e.grad
+        )
+        named = [model for _, models in self.optimizer_places for model in models]
+        parts = {part for _, model, parts in named if model in called for part in parts}
         return [model for model in called if model not in parts]
 
     @cached_property
@@ -130,8 +148,8 @@ class ScriptFacts:
         }
         names |= {
             name
-            for event in self.log.select(NamesWhereBuilt)
-            for name, model, _ in event.models
+            for _, models in self.optimizer_places
+            for name, model, _ in models
             if model in self.trained_models
         }
         return names - {"", "self"}  # which has no wrapper
@@ -158,16 +176,18 @@ class ScriptFacts:
         return {event.root for event in self.log.select(Forward) if event.norms}
 
     @cached_property
-    def optimizer_places(self) -> list[tuple[Location, list[tuple[str, int]]]]:
-        """The lines that make optimizers, each with the names of the trained models there."""
+    def optimizer_places(self) -> list[tuple[Location, list[NamedModel]]]:
+        """The lines that run where optimizers are made, each time the innermost first."""
         return [
-            (
-                self.location(event.at),
-                [(name, model) for name, model, _ in event.models if model in self.trained_models],
-            )
+            (self.location(CodeLine(*line)), models)
             for event in self.log.select(NamesWhereBuilt)
-            if event.at
+            for *line, models in event.places
         ]
+
+    @cached_property
+    def training_stacks(self) -> list[tuple[Use, ...]]:
+        """The functions that run during the training, from the innermost outwards."""
+        return [uses for loader in self.loaders if loader.is_training for uses in loader.uses]
 
     @cached_property
     def backwards(self) -> list[Location]:

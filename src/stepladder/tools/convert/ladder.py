@@ -73,7 +73,7 @@ RUNGS = (
         "share the evaluation",
         "Each process evaluates whole batches, each sample once, and the results are added up.",
         "Each process would evaluate everything, which takes as long as on one.",
-        (rungs.share_evaluation,),
+        (rungs.share_evaluation, rungs.keep_evaluation),
         frozenset({"samples", "gradients"}),
     ),
     Rung(

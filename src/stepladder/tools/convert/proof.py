@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -25,6 +26,7 @@ from stepladder.tools.findings.finding import Location
 from stepladder.tools.probe.events import CodeLine
 
 JUDGED_ON_ONE = frozenset({"samples", "gradients", "shown-numbers"})
+SAME_NORM = 1e-3  # of gradients, which are sums in one order on all processes
 MIN_TIME_RATIO = 1.5
 CHANCE_FACTOR = (
     1.25  # of what other random numbers change, where samples are drawn with replacement
@@ -56,11 +58,13 @@ class RungProof:
         holds: What held, a line for each relation.
         broken: What did not hold, a line for each relation.
         wrong_numbers: The shown numbers that are not those of all processes.
+        not_taken: What another way has broken.
     """
 
     holds: list[str] = field(default_factory=list)
     broken: list[str] = field(default_factory=list)
     wrong_numbers: list[_WrongNumber] = field(default_factory=list)
+    not_taken: list[str] = field(default_factory=list)
 
 
 def starts_of_original(files: Mapping[str, str]) -> dict[str, Start]:
@@ -72,8 +76,8 @@ def starts_of_original(files: Mapping[str, str]) -> dict[str, Start]:
     }
 
 
-def starts_of_converted(files: Mapping[str, str]) -> dict[str, Start]:
-    return {"one": Start(files, 0), "two": Start(files, 2)}
+def starts_of_converted(files: Mapping[str, str], num_processes: int) -> dict[str, Start]:
+    return {"one": Start(files, 0), "several": Start(files, num_processes)}
 
 
 def read_original(started: Mapping[str, Started]) -> FrozenRuns:
@@ -90,7 +94,8 @@ def prove(
 ) -> RungProof:
     """Compare a converted script, on one and on two processes, with the script as it was."""
     proof = RungProof()
-    runs_of = (("one", "on 1 process", JUDGED_ON_ONE), ("two", "on 2 processes", judged))
+    several = f"on {len(started['several'].recording.ranks)} processes"
+    runs_of = (("one", "on 1 process", JUDGED_ON_ONE), ("several", several, judged))
     for name, where, relations in runs_of:
         if reason := why_failed(started[name]):
             proof.broken.append(f"{where} it {reason}")
@@ -119,11 +124,7 @@ def _compare_run(proof: RungProof, runs: FrozenRuns, relations: frozenset[str], 
     if "samples" in relations:
         compare_samples(proof, runs, where)
     if "gradients" in relations:
-        violations = list(gradients.violations(runs, has_same_batches=True))
-        proof.broken.extend(f"gradients {where}: {item.evidence}" for item in violations)
-        steps = gradients.count_compared(runs)
-        if steps and not violations:
-            proof.holds.append(f"gradients {where}: the mean of {format_count(steps, 'step')}")
+        _compare_gradients(proof, runs, where)
     if "shown-numbers" in relations:
         _compare_numbers(proof, runs, where)
     if "files" in relations:
@@ -132,6 +133,20 @@ def _compare_run(proof: RungProof, runs: FrozenRuns, relations: frozenset[str], 
             proof.broken.append(f"files {where}: ranks {', '.join(map(str, writers))} write")
         elif writers:
             proof.holds.append(f"files {where}: one process writes")
+
+
+def _compare_gradients(proof: RungProof, runs: FrozenRuns, where: str) -> None:
+    """Judge the gradients of steps: the same on all ranks, and in the mean those of one process."""
+    violations = [item.evidence for item in gradients.violations(runs, has_same_batches=True)]
+    norms: dict[tuple[int, int], list[float]] = {}
+    for _, event in runs.compared.select(BeforeStep):
+        norms.setdefault((event.optimizer, event.step), []).append(event.norm)
+    if any(not math.isclose(min(of), max(of), rel_tol=SAME_NORM) for of in norms.values()):
+        violations.append("each process makes steps with its own, and not with the mean")
+    proof.broken.extend(f"gradients {where}: {item}" for item in violations)
+    steps = gradients.count_compared(runs)
+    if steps and not violations:
+        proof.holds.append(f"gradients {where}: the mean of {format_count(steps, 'step')}")
 
 
 def _compare_numbers(proof: RungProof, runs: FrozenRuns, where: str) -> None:
@@ -187,15 +202,13 @@ def local(runs: FrozenRuns) -> Iterator[Judgement]:
 
 def counters(runs: FrozenRuns) -> Iterator[Judgement]:
     """Yield the numbers that depend on neither weights nor chance, and differ from one process."""
-    reference = _series_of(runs.reference)
-    shuffled = _series_of(runs.shuffled)
-    reweighted = _series_of(runs.reweighted)
-    compared = _series_of(runs.compared)
+    originals = (runs.reference, runs.shuffled, runs.reweighted)
+    reference, *others = [_series_of(run, with_settings=True) for run in originals]
+    compared = _series_of(runs.compared, with_settings=True)
     for location, series in reference.items():
         line, _, index = location
         is_counter = all(
-            location in other and other[location].values == series.values
-            for other in (shuffled, reweighted)
+            location in other and other[location].values == series.values for other in others
         )
         if line and is_counter and location in compared:
             expected, highest = max(series.values), max(compared[location].values)
@@ -203,10 +216,12 @@ def counters(runs: FrozenRuns) -> Iterator[Judgement]:
                 yield line, index, f"{highest:.6g} at most, {expected:.6g} on one process", True
 
 
-def _series_of(recording: Recording | None) -> dict[shown.Place, shown.Series]:
+def _series_of(
+    recording: Recording | None, with_settings: bool = False
+) -> dict[shown.Place, shown.Series]:
     """Return the numbers that the first rank of a run shows."""
     assert recording is not None
-    return shown.read_series(recording.ranks[0])
+    return shown.read_series(recording.ranks[0], with_settings)
 
 
 def _is_of_time(series: shown.Series, fast: shown.Series) -> bool:
@@ -217,7 +232,11 @@ def _is_of_time(series: shown.Series, fast: shown.Series) -> bool:
 
 def compare_samples(proof: RungProof, runs: FrozenRuns, where: str) -> None:
     if not trains_one_data_set(runs):
-        proof.broken.append(f"samples {where}: each process has a data set of its own")
+        again = runs.shuffled and replace(runs, compared=runs.shuffled)
+        of = "process has a data set of its own"
+        if again and not trains_one_data_set(again):
+            of = "run has other data: draw them with a seed"
+        proof.broken.append(f"samples {where}: each {of}")
     for what, read in (("training", training_samples), ("evaluation", _evaluation_samples)):
         reference, compared = read(runs.reference), read(runs.compared)
         moved = compared.share_moved(reference)

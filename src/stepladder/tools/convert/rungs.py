@@ -7,15 +7,25 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
+from operator import itemgetter
 
 from stepladder.tools.check.events import Print
 from stepladder.tools.check.relations.shown import read_series
 from stepladder.tools.check.run_summary import DEFINITIONS
-from stepladder.tools.convert.facts import LoaderFacts, ScriptFacts, Use
+from stepladder.tools.check.script_source import (
+    argument_of,
+    constant_value,
+    last_name,
+    locations_of,
+    parameters_of,
+    stored_names,
+)
+from stepladder.tools.convert.facts import LoaderFacts, ScriptFacts
 from stepladder.tools.convert.source import CannotConvert, Edit, Scope, SourceText
 from stepladder.tools.findings.finding import Location
 
 FIRST_STEPS = 4  # enough for a mean, and few where the script evaluates in these steps
+BATCH_SIZE = "batch_size"
 RANK_0 = "dist.get_rank() == 0"
 # What a wrapped model answers as the model does.
 KEPT_BY_WRAPPER = {
@@ -52,6 +62,11 @@ class Conversion:
     def statement(self, location: Location) -> ast.stmt:
         return self.file(location).statement_at(location.line)
 
+    def all_calls(self) -> Iterator[tuple[SourceText, ast.Call]]:
+        for file in self.files.values():
+            for call in file.nodes(ast.Call):
+                yield file, call
+
     def calls(self, location: Location, name: str) -> list[ast.Call]:
         """Return the calls of a function by its last name on a line, the innermost first."""
         nodes = self.file(location).nodes_at(ast.Call, location.line)
@@ -60,7 +75,7 @@ class Conversion:
     def top_statement(self, location: Location) -> ast.stmt:
         """Return the statement of the module that holds a line."""
         statement = self.statement(location)
-        for item in self.file(location).ancestors(statement):
+        for item in self.file(location).parents_of(statement):
             if isinstance(item, ast.stmt):
                 statement = item
         return statement
@@ -69,14 +84,40 @@ class Conversion:
     def wrappings(self) -> dict[int, tuple[Location, list[str]]]:
         """Where each trained model is wrapped, which is where its optimizer is made: its names.
 
-        A function can give a new value to its own name for a model, and to those of `self`.
+        A function can give a new value to its own name for a model, and to those of `self`. It must
+        be one whose name the calls of the training come to, or leaves that to its caller.
         """
         wrappings: dict[int, tuple[Location, list[str]]] = {}
-        for location, models in self.facts.optimizer_places:
-            for name, model in models if self.is_known(location) else ():
-                names = wrappings.setdefault(model, (location, [name]))[1]
-                names += [name] * (name.startswith("self.") and name not in names)
+        for model in self.facts.trained_models:
+            calling = list(self.scopes_that_call(model))
+            named = []
+            for location, models in self.facts.optimizer_places:
+                names = [name for name, item, _ in models if item == model and name != "self"]
+                if names and self.is_known(location):
+                    scope = self.file(location).scope_of(self.statement(location))
+                    own = [name for name in names if name.startswith("self.")]
+                    names = list(dict.fromkeys([names[0], *own]))
+                    named.append((bool(own) or scope in calling, location, names))
+            if named:
+                _, location, names = max(named, key=itemgetter(0))  # the first one
+                wrappings[model] = location, names
         return wrappings
+
+    def scopes_that_call(self, model: int) -> Iterator[Scope]:
+        """Yield the functions whose name for a model leads to its calls in the training."""
+        for uses in self.facts.uses_of("model", model, in_training=True):
+            for location, _, name in uses:
+                if not self.is_known(location):
+                    continue
+                file = self.file(location)
+                scope = file.scope_of(self.statement(location))
+                if name in stored_names(scope):
+                    yield scope
+                    break
+                if isinstance(scope, ast.Module) or name not in parameters_of(scope):
+                    yield file.tree  # a global
+                    break
+                yield scope
 
     @cached_property
     def wrapped_names(self) -> list[tuple[Scope, str, range]]:
@@ -90,25 +131,6 @@ class Conversion:
                 ends = [item.lineno for item in later if name in map(file.text_of, item.targets)]
                 names.append((scope, name, range(begin, min(ends, default=len(file.lines)) + 1)))
         return names
-
-    def training_stack(self) -> tuple[Use, ...]:
-        """Return the functions that were running in the first training pass, the innermost first.
-
-        Raises:
-            CannotConvert: No loader of torch was seen in a training pass.
-        """
-        for loader in self.facts.loaders:
-            if loader.is_training and loader.uses:
-                return loader.uses[0]
-        raise CannotConvert(
-            "the training reads no torch DataLoader: put its samples into a data set and a loader"
-        )
-
-
-def last_name(function: ast.expr) -> str:
-    if isinstance(function, ast.Attribute):
-        return function.attr
-    return function.id if isinstance(function, ast.Name) else ""
 
 
 def _ends_of(statement: ast.stmt) -> tuple[ast.stmt, ast.stmt]:
@@ -134,7 +156,11 @@ def add(edits: Edits, file: SourceText, *more: Edit) -> None:
 def _find_training(conversion: Conversion) -> tuple[SourceText, ast.stmt, ast.stmt]:
     """Return the main file, and the first and the last statement of what all processes do."""
     file = conversion.files[conversion.main]
-    outermost = conversion.training_stack()[-1].location
+    if not conversion.facts.training_stacks:
+        raise CannotConvert(
+            "the training reads no torch DataLoader: put its samples into a data set and a loader"
+        )
+    outermost = conversion.facts.training_stacks[0][-1].location
     if outermost.file != file.name:
         raise CannotConvert(f"the training does not begin in {file.name}")
     last = conversion.top_statement(outermost)
@@ -172,14 +198,41 @@ def _wrap_loaders(
             continue
         call = _find_call_of(conversion, loader)
         file = conversion.file(loader.built)
-        value = next((item.value for item in call.keywords if item.arg == "batch_size"), None)
-        if divides and isinstance(value, ast.Name | ast.Attribute):
-            size = file.text_of(value)
-            statement = conversion.statement(loader.built)
-            add(edits, file, file.insert_after(statement, f"{size} = share_of_batch({size})"))
+        if divides:
+            _divide_size(conversion, edits, file, call)
         by_order = "share_shuffled" if of_training else "share_ordered"
         add(edits, file, *file.wrap(call, f"{by_order if loader.is_mixed else helper}("))
     return edits
+
+
+def _divide_size(conversion: Conversion, edits: Edits, file: SourceText, call: ast.Call) -> None:
+    """Divide the batch size of a loader once it is made, where it is no parameter of a function."""
+    size = _size_of(file, call, ["dataset", BATCH_SIZE], BATCH_SIZE)
+    while size and isinstance(function := file.scope_of(call), ast.FunctionDef):
+        name = file.text_of(size)
+        parameters = parameters_of(function)
+        callers = [
+            item for item in conversion.all_calls() if last_name(item[1].func) == function.name
+        ]
+        if name not in parameters or not callers:
+            break
+        file, call = callers[0]
+        size = _size_of(file, call, parameters, name)
+    if isinstance(size, ast.Name | ast.Attribute | ast.Subscript):
+        text = file.text_of(size)
+        statement = file.statement_at(call.lineno)
+        add(edits, file, file.insert_after(statement, f"{text} = share_of_batch({text})"))
+
+
+def _size_of(file: SourceText, call: ast.Call, parameters: list[str], name: str) -> ast.expr | None:
+    """Return what a call gives for a parameter; for a dict, the batch size that it is made with."""
+    value = argument_of(call, parameters, name)
+    text = file.text_of(value) if value else ""
+    for node in file.nodes(ast.Assign, file.scope_of(call)):
+        if isinstance(node.value, ast.Dict) and text in map(file.text_of, node.targets):
+            keys = map(constant_value, node.value.keys)
+            return dict(zip(keys, node.value.values, strict=True)).get(BATCH_SIZE, value)
+    return value
 
 
 def _find_call_of(conversion: Conversion, loader: LoaderFacts) -> ast.Call:
@@ -255,7 +308,7 @@ def shorten_epochs(conversion: Conversion, epochs: int) -> Edits:
     conditions = {
         (file, node.test): None
         for file, call in find_lines_not_judged(conversion)
-        for node in file.ancestors(call)
+        for node in file.parents_of(call)
         if isinstance(node, ast.If)
     }
     for file, test in conditions:
@@ -335,6 +388,17 @@ def _is_model(conversion: Conversion, file: SourceText, node: ast.expr) -> bool:
 def share_evaluation(conversion: Conversion) -> Edits:
     """Give each process whole batches of the evaluation, and add the results up."""
     edits = _wrap_loaders(conversion, of_training=False, helper="share_batches")
+    for loader in conversion.facts.loaders:
+        if not loader.is_training:
+            _add_sums(conversion, loader, edits)
+    for name, inner in keep_evaluation(conversion).items():
+        edits.setdefault(name, []).extend(inner)
+    return edits
+
+
+def keep_evaluation(conversion: Conversion) -> Edits:
+    """Evaluate with the model inside of the wrapper, as often as a process likes."""
+    edits: Edits = {}
     for location in conversion.facts.calls_that_train_nothing:
         if not conversion.is_known(location):
             continue
@@ -342,9 +406,6 @@ def share_evaluation(conversion: Conversion) -> Edits:
         for call in file.nodes_at(ast.Call, location.line):
             if _is_model(conversion, file, call.func):
                 add(edits, file, *_name_inner_model(conversion, file, call.func))
-    for loader in conversion.facts.loaders:
-        if not loader.is_training:
-            _add_sums(conversion, loader, edits)
     return edits
 
 
@@ -407,12 +468,11 @@ def added_to(file: SourceText, loop: ast.For) -> Iterator[str]:
 def assigned_before(file: SourceText, loop: ast.For) -> set[str]:
     """Return the variables that are assigned before a loop, in its block or in one around it."""
     return {
-        name.id
+        name
         for block, index in _blocks_around(file, loop)
         for item in block[:index]
         if isinstance(item, ast.Assign)
-        for name in file.nodes(ast.Name, item)
-        if isinstance(name.ctx, ast.Store)
+        for name in stored_names(item)
     }
 
 
@@ -460,10 +520,9 @@ def _calls_of(conversion: Conversion, name: str) -> Iterator[tuple[SourceText, a
 
     A run that is cut short has not come to those after the training.
     """
-    for file in conversion.files.values():
-        for call in file.nodes(ast.Call):
-            if file.qualified_name(call.func) == name:
-                yield file, call
+    for file, call in conversion.all_calls():
+        if file.qualified_name(call.func) == name:
+            yield file, call
 
 
 def find_lines_not_judged(conversion: Conversion) -> Iterator[tuple[SourceText, ast.Call]]:
@@ -479,9 +538,8 @@ def find_lines_not_judged(conversion: Conversion) -> Iterator[tuple[SourceText, 
         if line and not any(series.values):
             judged.discard(facts.location(line))
     for file, call in (*_calls_of(conversion, "print"), *_calls_of(conversion, "sys.stdout.write")):
-        locations = {Location(file.name, line) for line in lines_of(call)}
         is_fixed = all(isinstance(argument, ast.Constant) for argument in call.args)
-        if not is_fixed and not judged & locations:
+        if not is_fixed and not judged & locations_of(file, call):
             yield file, call
 
 
@@ -508,11 +566,8 @@ def write_once(conversion: Conversion, save: str = "save_once") -> Edits:
 
 def _find_other_writes(conversion: Conversion) -> list[Location]:
     """Return the lines that write, rename or remove files, but for those of torch.save."""
-    saves = {
-        Location(file.name, line)
-        for file, call in _calls_of(conversion, "torch.save")
-        for line in lines_of(call)
-    }
+    calls = _calls_of(conversion, "torch.save")
+    saves = {location for file, call in calls for location in locations_of(file, call)}
     writes = filter(conversion.is_known, conversion.facts.writes)
     return [location for location in writes if location not in saves]
 
@@ -530,10 +585,6 @@ def describe_not_judged(conversion: Conversion, letter: str) -> list[str]:
             for location in _find_other_writes(conversion)
         ]
     return []
-
-
-def lines_of(node: ast.expr) -> range:
-    return range(node.lineno, (node.end_lineno or node.lineno) + 1)
 
 
 def scale_summed_loss(conversion: Conversion) -> Edits:

@@ -6,6 +6,7 @@ import ast
 from pathlib import Path
 
 from stepladder.tools.check.events import NamesInUse
+from stepladder.tools.check.script_source import stored_names
 from stepladder.tools.convert.facts import Use
 from stepladder.tools.convert.rungs import (
     Conversion,
@@ -66,8 +67,7 @@ def is_in(conversion: Conversion, use: Use, file: SourceText, scope: ast.AST) ->
 
 def _changing_values(file: SourceText, loop: ast.For) -> list[str]:
     """Return the variables that are assigned before a loop, and again or added to in it."""
-    names = [node.id for node in file.nodes(ast.Name, loop) if isinstance(node.ctx, ast.Store)]
-    changed = dict.fromkeys([*names, *added_to(file, loop)])
+    changed = dict.fromkeys([*stored_names(loop), *added_to(file, loop)])
     before = assigned_before(file, loop)
     return [name for name in changed if name in before]
 

@@ -8,13 +8,9 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
-from typing import TypeVar
 
-from stepladder.core.python_file import parse_source
-from stepladder.tools.check.script_source import SourceFile
+from stepladder.tools.check.script_source import Node, SourceFile, find_nodes
 
-Node = TypeVar("Node", bound=ast.AST)
 Scope = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef
 LOOPS = (ast.For, ast.While, ast.AsyncFor)
 INDENT = "    "
@@ -61,35 +57,16 @@ class EditedText:
     original_lines: list[int | None]
 
 
-class SourceText:
-    """One file of a script.
-
-    Args:
-        name: Its path in the folder that is copied.
-        path: Its path.
-    """
-
-    def __init__(self, name: str, path: Path) -> None:
-        self.name = name
-        self.tree = parse_source(path)
-        self.text = path.read_text(encoding="utf-8")
-        self.qualified_name = SourceFile(path, name, self.tree, self.text).qualified_name
-
-    @cached_property
-    def lines(self) -> list[str]:
-        return self.text.splitlines(keepends=True)
+class SourceText(SourceFile):
+    """One file of a script, with places and edits of its text."""
 
     @cached_property
     def line_starts(self) -> list[int]:
         """The index at which each line begins, and that of the end of the text."""
         starts = [0]
-        for line in self.lines:
+        for line in self.text.splitlines(keepends=True):
             starts.append(starts[-1] + len(line))
         return starts
-
-    @cached_property
-    def parents(self) -> dict[ast.AST, ast.AST]:
-        return {child: node for node in ast.walk(self.tree) for child in ast.iter_child_nodes(node)}
 
     def index(self, line: int, column: int) -> int:
         """Return the index of a position of the tree, whose columns are bytes."""
@@ -107,9 +84,7 @@ class SourceText:
         return self.text[self.start(node) : self.end(node)]
 
     def nodes(self, kind: type[Node], within: ast.AST | None = None) -> Iterator[Node]:
-        for node in ast.walk(within or self.tree):
-            if isinstance(node, kind):
-                yield node
+        return find_nodes(within or self.tree, kind)
 
     def nodes_at(self, kind: type[Node], line: int) -> list[Node]:
         """Return the nodes of a kind that cover a line, the innermost first."""
@@ -130,19 +105,14 @@ class SourceText:
             return statements[0]
         raise CannotConvert(f"{self.name}:{line} is no statement")
 
-    def ancestors(self, node: ast.AST) -> Iterator[ast.AST]:
-        while node in self.parents:
-            node = self.parents[node]
-            yield node
-
     def scope_of(self, node: ast.AST) -> Scope:
         """Return the function that holds a node, or the module."""
-        return next(item for item in self.ancestors(node) if isinstance(item, Scope))
+        return next(item for item in self.parents_of(node) if isinstance(item, Scope))
 
     def loops_around(self, node: ast.AST) -> list[ast.stmt]:
         """Return the loops of the same function that hold a node, the innermost first."""
         loops: list[ast.stmt] = []
-        for item in self.ancestors(node):
+        for item in self.parents_of(node):
             if isinstance(item, Scope):
                 break
             if isinstance(item, LOOPS):

@@ -46,6 +46,13 @@ class Started:
     run: ScriptRun
 
 
+def write_texts(folder: Path, texts: Mapping[str, str]) -> None:
+    """Write files, by their paths in a folder."""
+    for name, text in texts.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text, encoding="utf-8")
+
+
 class ScriptStarter:
     """Starts a script in copies of its folder.
 
@@ -75,6 +82,7 @@ class ScriptStarter:
         self.epochs = epochs
         self.batches = 0  # of each loader, a smaller last one included; 0 for all
         self.timeout_s = timeout_s
+        self.modules: dict[str, str] = {}  # of other folders: their texts, beside the script
         self.count = 0
         (scratch / "recordings").mkdir()
 
@@ -95,8 +103,7 @@ class ScriptStarter:
                 copy = self.scratch / f"copy-{self.count}"
                 folders = SandboxFolders(self.scratch, copy, self.style.root, self.args)
                 sandbox = stack.enter_context(closing(Sandbox(folders)))
-                for file, text in start.files.items():
-                    (copy / file).write_text(text, encoding="utf-8")
+                write_texts(copy, {**self.modules, **start.files})
                 launches[f"{self.count}-{name}"] = self.launch(start, sandbox)
             outcomes = run_together(launches)
             started = {}

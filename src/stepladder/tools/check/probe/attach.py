@@ -28,7 +28,7 @@ from stepladder.tools.check.probe import (
     hooks_train,
     noise,
 )
-from stepladder.tools.check.probe.libraries import list_loaded_libraries
+from stepladder.tools.check.probe.libraries import list_loaded_libraries, list_other_modules
 from stepladder.tools.check.probe.probe_log import current_log
 from stepladder.tools.check.probe_settings import STACKS_SUFFIX
 from stepladder_exchange.torch_fixes_gloo import wait_for_gloo
@@ -86,6 +86,7 @@ def record_exit() -> None:
         has_group = dist.is_available() and dist.is_initialized()
         current_log().write(ProcessExit(group=has_group))
         if not current_log().settings.frozen:  # the first run
-            current_log().write(LoadedLibraries(names=list_loaded_libraries()))
+            names, others = list_loaded_libraries(), list_other_modules()
+            current_log().write(LoadedLibraries(names=names, others=others))
     with suppress(Exception):
         wait_for_gloo()

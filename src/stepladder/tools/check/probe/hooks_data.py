@@ -246,6 +246,7 @@ def describe_loader(loader: Any) -> Fields:
         "replicas": getattr(sampler, "num_replicas", getattr(batch_sampler, "num_processes", None)),
         "sampler_rank": getattr(sampler, "rank", None),
         "iterable": is_iterable,
+        "batch_size": getattr(batch_sampler, "batch_size", loader.batch_size),
         "drop_last": bool(getattr(batch_sampler, "drop_last", loader.drop_last)),
         "sampler_drop": bool(getattr(sampler, "drop_last", False)),
         "workers": loader.num_workers,

@@ -59,17 +59,19 @@ def record_names(what: str, value: object) -> None:
 
 
 def record_models_beside(call: WrappedCall) -> Any:
-    """Record the names of the models in the function that makes an optimizer."""
-    frame = next(user_frames(), None)
-    if frame is not None:
-        models = [
-            (name, id(value), [id(part) for part in value.modules()][1:])
-            for name, value in named(frame)
-            if isinstance(value, nn.Module)
-        ]
-        line = current_log().line_of(frame)
-        current_log().write(NamesWhereBuilt(models=models), line)
+    """Record the names of models in the functions that run where an optimizer is made."""
+    places = [(*current_log().line_of(frame), models_in(frame)) for frame in user_frames()]
+    current_log().write(NamesWhereBuilt(places=places))
     return call.run()
+
+
+def models_in(frame: FrameType) -> list[tuple[str, int, list[int]]]:
+    """Return the name of each model that a function knows, its id and those of its parts."""
+    return [
+        (name, id(value), [id(part) for part in value.modules()][1:])
+        for name, value in named(frame)
+        if isinstance(value, nn.Module)
+    ]
 
 
 def record_carried(module: nn.Module, args: Any, output: Any) -> None:

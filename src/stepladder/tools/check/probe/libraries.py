@@ -1,4 +1,4 @@
-"""Which modules of libraries can be imported before the probe is attached."""
+"""Which modules of libraries can be imported before the probe is attached, and which are others."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from types import FunctionType, ModuleType
 
 LIBRARY_FOLDERS = ("/site-packages/", "/dist-packages/")
 PROBED = "torch"  # what uses it may keep functions that the probe replaces
+OWN_PACKAGE = "stepladder"
 DYNAMO = "torch._dynamo"  # keeps none, and takes as long to import as torch itself
 
 
@@ -26,6 +27,18 @@ def list_loaded_libraries() -> list[str]:
         on_torch |= more
     names = [name for name in modules if package_of(name) not in on_torch]
     return names + [DYNAMO] * (DYNAMO in modules)
+
+
+def list_other_modules() -> dict[str, str]:
+    """Return the file of each loaded module that may be the user's own."""
+    files = {name: getattr(module, "__file__", None) or "" for name, module in sys.modules.items()}
+    return {
+        name: file
+        for name, file in files.items()
+        if file.endswith(".py")
+        and package_of(name) not in {OWN_PACKAGE, *sys.stdlib_module_names}
+        and not any(folder in file for folder in LIBRARY_FOLDERS)
+    }
 
 
 def packages_used(module: ModuleType) -> Iterator[str]:

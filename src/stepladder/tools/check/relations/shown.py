@@ -50,13 +50,18 @@ class Series:
         return pstdev(self.values) / math.sqrt(len(self.values))
 
 
-def read_series(log: RankLog) -> dict[Place, Series]:
-    """Return the numbers that each line shows after the first call of a model, on one rank."""
+def read_series(log: RankLog, with_settings: bool = False) -> dict[Place, Series]:
+    """Return the numbers that each line shows on one rank.
+
+    Args:
+        log: The log of the rank.
+        with_settings: Whether those before the first call of a model are among them.
+    """
     values: dict[Place, list[float]] = defaultdict(list)
     resolutions: dict[Place, float] = defaultdict(float)
     begin = next((event.n for event in log.select(Forward)), 0)
     for event in log.select(Print):
-        if event.n < begin:  # an address, a setting or a time
+        if event.n < begin and not with_settings:  # an address, a setting or a time
             continue
         for index, text in enumerate(SHOWN_NUMBER.findall(event.text)):
             place = (event.at, event.caller, index)
