@@ -46,3 +46,10 @@ def test_a_loader_whose_batches_have_no_size_is_left_alone() -> None:
     loader = DataLoader(range(8), batch_sampler=[[0, 1], [2, 3]])  # type: ignore[arg-type]
     shorten(loader, batches=1)
     assert len(loader) == len(list(loader)) == 2
+
+
+@pytest.mark.parametrize(("workers", "left"), [(0, 0), (1, 1), (8, 2)])
+def test_few_batches_are_read_by_few_workers(workers: int, left: int) -> None:
+    loader = DataLoader(range(8), batch_size=2, num_workers=workers)  # type: ignore[arg-type]
+    shorten(loader, batches=3)
+    assert loader.num_workers == left

@@ -17,7 +17,7 @@ from stepladder.tools.convert.convert import ConversionRequest, Conversions, Con
 from stepladder.tools.convert.ladder import RUNGS, Rung, compose
 from stepladder.tools.convert.proof import RungProof
 from stepladder.tools.convert.rungs import Conversion, Edits
-from stepladder.tools.convert.source import EditedText
+from stepladder.tools.convert.source import Edit, EditedText
 
 EXAMPLE = Path(__file__).parents[3] / "docs" / "examples" / "one_process.py"
 BY_HAND = """\
@@ -227,13 +227,8 @@ def test_a_model_is_wrapped_where_training_calls_it_and_what_needs_all_results_i
 
 def wrap_under_another_name(conversion: Conversion) -> Edits:
     file = conversion.files[conversion.main]
-    return {
-        file.name: [
-            file.insert_before(
-                file.tree.body[-1], "wrapped = torch.nn.parallel.DistributedDataParallel(net)"
-            )
-        ]
-    }
+    name = "torch.nn.parallel.DistributedDataParallel"
+    yield file.insert_before(file.tree.body[-1], f"wrapped = {name}(net)")
 
 
 @pytest.mark.slow
@@ -395,7 +390,7 @@ def test_a_stopped_script_goes_on_with_other_processes(
 
 
 def take_edits(
-    self: Converter, conversion: Conversion, rung: Rung, steps: list[Edits]
+    self: Converter, conversion: Conversion, rung: Rung, steps: list[list[Edit]]
 ) -> tuple[dict[str, EditedText], RungProof]:
     return compose(conversion.files, steps), RungProof()
 

@@ -112,7 +112,7 @@ def find_repository(folder: Path) -> Path | None:
 def find_modules_elsewhere(style: LaunchStyle, *loaded: Mapping[str, str]) -> dict[str, Path]:
     """Return the modules of the repository that are in no folder of the script, by new places.
 
-    These are beside the script, where Python finds them first.
+    These are beside the script, where Python finds them first; none is behind a link.
 
     Args:
         style: How the script is started.
@@ -124,8 +124,9 @@ def find_modules_elsewhere(style: LaunchStyle, *loaded: Mapping[str, str]) -> di
         path = Path(file).resolve()
         beside = style.script.parent.joinpath(*module.split("."))
         target = beside / path.name if path.name == PACKAGE else beside.with_suffix(".py")
-        is_inside = path.is_relative_to(style.root) or not path.is_relative_to(repository)
-        if not is_inside and not target.exists():
+        is_elsewhere = path.is_relative_to(repository) and not path.is_relative_to(style.root)
+        is_free = target.resolve() == target and not target.exists()
+        if is_elsewhere and is_free:
             found[str(target.relative_to(style.root))] = path
     return found
 

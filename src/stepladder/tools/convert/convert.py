@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable, Mapping
 from contextlib import chdir, closing, suppress
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 
 from stepladder.core.errors import InputError
@@ -28,7 +30,6 @@ from stepladder.tools.convert.proof import (
 )
 from stepladder.tools.convert.rungs import (
     Conversion,
-    Edits,
     describe_not_judged,
     shorten_epochs,
     write_once,
@@ -37,6 +38,7 @@ from stepladder.tools.convert.shown_expressions import find_shown_expression
 from stepladder.tools.convert.source import CannotConvert, Edit, EditedText, SourceText, diff
 from stepladder.tools.convert.starts import ScriptStarter, Started, write_texts
 
+TriedWay = tuple[list[Edit], dict[str, EditedText], RungProof]
 WAYS_TO_MEND = ("sum_over_processes", "mean_over_processes")
 
 
@@ -132,15 +134,15 @@ class Converter:
         self.request = request
         self.style = style
         self.starter = starter
-        self.shortening: Edits = {}
-        self.files_once: Edits = {}
+        self.shortening: list[Edit] = []
+        self.files_once: list[Edit] = []
         self.started_texts: dict[str, str] = {}
         self.started: dict[str, Started] = {}
 
     def climb(self, on_rung: Callable[[ProvedRung], None]) -> Conversions:
         conversion = self.observe()
         proved: list[ProvedRung] = []
-        steps: list[Edits] = []
+        steps: list[list[Edit]] = []
         texts = _texts_of(conversion.files)
         files: dict[str, str] = {}
         for rung in RUNGS:
@@ -180,7 +182,7 @@ class Converter:
             self.require_training(recorded)
         main = str(self.style.script.relative_to(self.style.root))
         conversion = Conversion(main, files, ScriptFacts(recorded.recording))
-        self.shortening = shorten_epochs(conversion, self.request.epochs or 2)
+        self.shortening = list(shorten_epochs(conversion, self.request.epochs or 2))
         texts = _texts_of(compose(files, [self.shortening]))
         started = self.starter.run(starts_of_original(texts))
         for item in started.values():
@@ -190,7 +192,7 @@ class Converter:
         self.num_processes = facts.num_processes
         conversion = Conversion(main, files, facts, self.request.imports_stepladder)
         with suppress(CannotConvert):
-            self.files_once = write_once(conversion, "save_without_barrier")
+            self.files_once = list(write_once(conversion, "save_without_barrier"))
         return conversion
 
     def require_training(self, started: Started) -> None:
@@ -204,9 +206,7 @@ class Converter:
         if problem:
             raise InputError(f"{script}, on one process, {problem}", hint)
 
-    def choose_way(
-        self, conversion: Conversion, rung: Rung, steps: list[Edits]
-    ) -> tuple[Edits, dict[str, EditedText], RungProof]:
+    def choose_way(self, conversion: Conversion, rung: Rung, steps: list[list[Edit]]) -> TriedWay:
         """Return the first way to make a rung that its proof confirms.
 
         Raises:
@@ -214,7 +214,7 @@ class Converter:
         """
         reason = ""
         for alternative in rung.alternatives:
-            edits = alternative(conversion)
+            edits = list(alternative(conversion))
             edited, proof = self.try_edits(conversion, rung, [*steps, edits])
             if proof.wrong_numbers:
                 edits, edited, proof = self.mend_numbers(conversion, rung, steps, edits, proof)
@@ -251,7 +251,7 @@ class Converter:
             proof.holds.extend(report.held)
 
     def try_edits(
-        self, conversion: Conversion, rung: Rung, steps: list[Edits]
+        self, conversion: Conversion, rung: Rung, steps: list[list[Edit]]
     ) -> tuple[dict[str, EditedText], RungProof]:
         edited = compose(conversion.files, steps)
         # Files that several processes write at once cannot be read back, in the rungs before.
@@ -268,32 +268,30 @@ class Converter:
         return edited, prove(self.original, self.started, ran, rung.judged)
 
     def mend_numbers(
-        self, conversion: Conversion, rung: Rung, steps: list[Edits], edits: Edits, proof: RungProof
-    ) -> tuple[Edits, dict[str, EditedText], RungProof]:
+        self,
+        conversion: Conversion,
+        rung: Rung,
+        steps: list[list[Edit]],
+        edits: list[Edit],
+        proof: RungProof,
+    ) -> TriedWay:
         """Show the mean, or the sum, over all processes of each number that is wrong."""
-        tried: dict[tuple[str, int, int], list[str]] = {}  # by the file and place of an expression
+        ways: dict[tuple[SourceText, ast.expr], tuple[str, ...]] = {}  # that are left
         candidate, edited = edits, compose(conversion.files, [*steps, edits])
         while proof.wrong_numbers:
-            moved = set[tuple[str, int, int]]()  # several numbers may be one expression
+            wrong = {}  # several numbers may be one expression
             for number in proof.wrong_numbers:
                 location, position = number.location, number.position
                 file = conversion.files.get(location.file)
                 node = file and find_shown_expression(file, location.line, number.text, position)
                 if not file or not node:
                     return candidate, edited, proof
-                key = (file.name, file.start(node), file.end(node))
-                if key in moved:
-                    continue
-                moved.add(key)
-                helpers = tried.setdefault(key, [])
-                if len(helpers) == len(WAYS_TO_MEND):
-                    return candidate, edited, proof
-                order = WAYS_TO_MEND if number.is_counter else WAYS_TO_MEND[::-1]
-                helpers.append(order[len(helpers)])
-            candidate = {name: list(some) for name, some in edits.items()}
-            for (name, start, end), helpers in tried.items():
-                wrapped = [Edit(start, start, f"{helpers[-1]}("), Edit(end, end, ")")]
-                candidate.setdefault(name, []).extend(wrapped)
+                wrong[file, node] = WAYS_TO_MEND if number.is_counter else WAYS_TO_MEND[::-1]
+            ways |= {key: ways[key][1:] if key in ways else first for key, first in wrong.items()}
+            if not all(ways.values()):
+                break
+            wrapped = [file.wrap(node, f"{names[0]}(") for (file, node), names in ways.items()]
+            candidate = [*edits, *chain.from_iterable(wrapped)]
             edited, proof = self.try_edits(conversion, rung, [*steps, candidate])
         return candidate, edited, proof
 

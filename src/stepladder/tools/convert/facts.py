@@ -130,9 +130,7 @@ class ScriptFacts:
     @cached_property
     def trained_models(self) -> list[int]:
         """The ids of the models that are called for gradients, but for parts of others."""
-        called = dict.fromkeys(
-            e.root for e in self.training_events if isinstance(e, Forward) and e.grad
-        )
+        called = dict.fromkeys(event.root for event in self.training_calls)
         named = [model for _, models in self.optimizer_places for model in models]
         parts = {part for _, model, parts in named if model in called for part in parts}
         return [model for model in called if model not in parts]
@@ -164,11 +162,17 @@ class ScriptFacts:
         ]
 
     @cached_property
+    def training_calls(self) -> list[Forward]:
+        """The calls of models in training passes that keep a graph."""
+        return [
+            event for event in self.training_events if isinstance(event, Forward) and event.grad
+        ]
+
+    @cached_property
     def calls_that_train_nothing(self) -> set[Location]:
         """The lines that call trained models, and never for a step."""
-        calls = [e for e in self.log.select(Forward) if e.at and e.root in self.trained_models]
-        training = {id(event) for event in self.training_events}
-        for_a_step = {self.location(e.at) for e in calls if e.at and e.grad and id(e) in training}
+        for_a_step = {self.location(event.at) for event in self.training_calls if event.at}
+        calls = [e for e in self.log.select(Forward) if e.root in self.trained_models]
         return {self.location(event.at) for event in calls if event.at} - for_a_step
 
     @cached_property

@@ -50,7 +50,7 @@ RUNGS = (
         "share the training samples",
         "Each process reads its share of each batch, and batches together are as large as before.",
         "Each process would read all samples: the same work, done several times.",
-        (rungs.share_training_samples, rungs.divide_batch_size),
+        (rungs.share_training_samples, partial(rungs.share_training_samples, divides=True)),
         frozenset({"samples"}),
     ),
     Rung(
@@ -112,11 +112,11 @@ RUNGS = (
 )
 
 
-def compose(files: dict[str, SourceText], steps: Sequence[Edits]) -> dict[str, EditedText]:
+def compose(files: dict[str, SourceText], steps: Sequence[list[Edit]]) -> dict[str, EditedText]:
     """Return the files with the edits of rungs, and with the functions that these call."""
     composed = {}
     for name, file in files.items():
-        edits = [edit for step in steps for edit in step.get(name, [])]
+        edits = [edit for step in steps for edit in dict.fromkeys(step) if edit.file == name]
         if edits:
             composed[name] = file.apply([*definitions(file, _names_used(edits)), *edits])
     return composed

@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
+from itertools import chain, islice
 from operator import itemgetter
 
 from stepladder.tools.check.events import Print
@@ -32,7 +32,7 @@ KEPT_BY_WRAPPER = {
     *("train", "eval", "parameters", "zero_grad", "to", "cuda", "training", "requires_grad_"),
     *("apply", "forward", "no_sync", "module"),
 }
-Edits = dict[str, list[Edit]]  # by file
+Edits = Iterator[Edit]
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,9 @@ class Conversion:
 
     def statement(self, location: Location) -> ast.stmt:
         return self.file(location).statement_at(location.line)
+
+    def scope(self, location: Location) -> Scope:
+        return self.file(location).scope_of(self.statement(location))
 
     def all_calls(self) -> Iterator[tuple[SourceText, ast.Call]]:
         for file in self.files.values():
@@ -94,10 +97,9 @@ class Conversion:
             for location, models in self.facts.optimizer_places:
                 names = [name for name, item, _ in models if item == model and name != "self"]
                 if names and self.is_known(location):
-                    scope = self.file(location).scope_of(self.statement(location))
                     own = [name for name in names if name.startswith("self.")]
                     names = list(dict.fromkeys([names[0], *own]))
-                    named.append((bool(own) or scope in calling, location, names))
+                    named.append((bool(own) or self.scope(location) in calling, location, names))
             if named:
                 _, location, names = max(named, key=itemgetter(0))  # the first one
                 wrappings[model] = location, names
@@ -109,23 +111,20 @@ class Conversion:
             for location, _, name in uses:
                 if not self.is_known(location):
                     continue
-                file = self.file(location)
-                scope = file.scope_of(self.statement(location))
-                if name in stored_names(scope):
-                    yield scope
+                scope = self.scope(location)
+                is_parameter = not isinstance(scope, ast.Module) and name in parameters_of(scope)
+                is_own = is_parameter or name in stored_names(scope)
+                yield scope if is_own else self.file(location).tree  # a global
+                if not is_parameter:
                     break
-                if isinstance(scope, ast.Module) or name not in parameters_of(scope):
-                    yield file.tree  # a global
-                    break
-                yield scope
 
     @cached_property
     def wrapped_names(self) -> list[tuple[Scope, str, range]]:
         """The names of wrapped models where they are wrapped: their scopes and their lines."""
         names = []
         for location, wrapped in self.wrappings.values():
-            file, statement = self.file(location), self.statement(location)
-            scope, begin = file.scope_of(statement), statement.lineno
+            file, scope = self.file(location), self.scope(location)
+            begin = self.statement(location).lineno
             later = [item for item in file.nodes(ast.Assign, scope) if item.lineno > begin]
             for name in wrapped:
                 ends = [item.lineno for item in later if name in map(file.text_of, item.targets)]
@@ -146,11 +145,6 @@ def _first_call(file: SourceText, line: int) -> ast.stmt:
     imports = [item.lineno for item in body if isinstance(item, ast.Import | ast.ImportFrom)]
     begin = max((number for number in imports if number < line), default=0)
     return next(item for item in body if item.lineno > begin and any(file.nodes(ast.Call, item)))
-
-
-def add(edits: Edits, file: SourceText, *more: Edit) -> None:
-    known = edits.setdefault(file.name, [])
-    known.extend(edit for edit in more if edit not in known)
 
 
 def _find_training(conversion: Conversion) -> tuple[SourceText, ast.stmt, ast.stmt]:
@@ -176,36 +170,28 @@ def _find_training(conversion: Conversion) -> tuple[SourceText, ast.stmt, ast.st
 def join_processes(conversion: Conversion) -> Edits:
     """Join the process group before anything is drawn or made, and leave it in the end."""
     file, begin, end = _find_training(conversion)
-    edits: Edits = {}
-    add(
-        edits,
-        file,
-        file.insert_before(begin, "join_processes()"),
-        file.insert_after(end, "dist.destroy_process_group()"),
-    )
+    yield file.insert_before(begin, "join_processes()")
+    yield file.insert_after(end, "dist.destroy_process_group()")
     for node in file.nodes(ast.Constant):
         if node.value == "cuda:0":
-            add(edits, file, file.replace(node, '"cuda"'))
-    return edits
+            yield file.replace(node, '"cuda"')
 
 
 def _wrap_loaders(
     conversion: Conversion, of_training: bool, helper: str, divides: bool = False
 ) -> Edits:
-    edits: Edits = {}
     for loader in conversion.facts.loaders:
         if not conversion.is_known(loader.built) or loader.is_training is not of_training:
             continue
         call = _find_call_of(conversion, loader)
         file = conversion.file(loader.built)
         if divides:
-            _divide_size(conversion, edits, file, call)
+            yield from _divide_size(conversion, file, call)
         by_order = "share_shuffled" if of_training else "share_ordered"
-        add(edits, file, *file.wrap(call, f"{by_order if loader.is_mixed else helper}("))
-    return edits
+        yield from file.wrap(call, f"{by_order if loader.is_mixed else helper}(")
 
 
-def _divide_size(conversion: Conversion, edits: Edits, file: SourceText, call: ast.Call) -> None:
+def _divide_size(conversion: Conversion, file: SourceText, call: ast.Call) -> Edits:
     """Divide the batch size of a loader once it is made, where it is no parameter of a function."""
     size = _size_of(file, call, ["dataset", BATCH_SIZE], BATCH_SIZE)
     while size and isinstance(function := file.scope_of(call), ast.FunctionDef):
@@ -221,7 +207,7 @@ def _divide_size(conversion: Conversion, edits: Edits, file: SourceText, call: a
     if isinstance(size, ast.Name | ast.Attribute | ast.Subscript):
         text = file.text_of(size)
         statement = file.statement_at(call.lineno)
-        add(edits, file, file.insert_after(statement, f"{text} = share_of_batch({text})"))
+        yield file.insert_after(statement, f"{text} = share_of_batch({text})")
 
 
 def _size_of(file: SourceText, call: ast.Call, parameters: list[str], name: str) -> ast.expr | None:
@@ -259,42 +245,38 @@ def _find_call_of(conversion: Conversion, loader: LoaderFacts) -> ast.Call:
     return calls[0]
 
 
-def share_training_samples(conversion: Conversion) -> Edits:
-    """Give each process its share of each training batch."""
+def share_training_samples(conversion: Conversion, divides: bool = False) -> Edits:
+    """Give each process its share of each training batch.
+
+    If more than the loader is made with a batch size, what holds it is divided, too.
+    """
     if carried := conversion.facts.carried:
         raise CannotConvert(
             f"{carried[0].file}:{carried[0].line} gives the model what it has returned a step"
             " before: each process would continue from samples of another one"
         )
-    return _wrap_loaders(conversion, of_training=True, helper="share_samples")
-
-
-def divide_batch_size(conversion: Conversion) -> Edits:
-    """Divide the variable that holds the batch size, too: more than the loader is made with it."""
-    return _wrap_loaders(conversion, of_training=True, helper="share_samples", divides=True)
+    yield from _wrap_loaders(conversion, True, "share_samples", divides)
 
 
 def find_epoch_loops(conversion: Conversion) -> Iterator[tuple[SourceText, ast.For]]:
     """Yield the `for` loops in which a training loader is iterated again, one for each loader."""
     for loader in conversion.facts.loaders:
-        loop = _find_loop_around(conversion, loader) if loader.is_training else None
-        if loop and isinstance(loop[1], ast.For):
-            yield loop[0], loop[1]
+        loops = _find_loops_around(conversion, loader) if loader.is_training else iter(())
+        for file, loop in islice(loops, 1):
+            if isinstance(loop, ast.For):
+                yield file, loop
 
 
-def _find_loop_around(
+def _find_loops_around(
     conversion: Conversion, loader: LoaderFacts
-) -> tuple[SourceText, ast.stmt] | None:
+) -> Iterator[tuple[SourceText, ast.stmt]]:
     for uses in loader.uses:
         for depth, use in enumerate(uses):
-            if not conversion.is_known(use.location):
-                continue
-            file = conversion.file(use.location)
-            loops = file.loops_around(conversion.statement(use.location))
-            loops = [loop for loop in loops if depth or not _iterates_at(loop, use.location.line)]
-            if loops:
-                return file, loops[0]
-    return None
+            if conversion.is_known(use.location):
+                file = conversion.file(use.location)
+                for loop in file.loops_around(conversion.statement(use.location)):
+                    if depth or not _iterates_at(loop, use.location.line):
+                        yield file, loop
 
 
 def shorten_epochs(conversion: Conversion, epochs: int) -> Edits:
@@ -302,9 +284,8 @@ def shorten_epochs(conversion: Conversion, epochs: int) -> Edits:
 
     What prints in each hundredth step, say, and has shown nothing, prints in the first steps, too.
     """
-    edits: Edits = {}
     for file, loop in find_epoch_loops(conversion):
-        edits[file.name] = file.wrap(loop.iter, '__import__("itertools").islice(', f", {epochs})")
+        yield from file.wrap(loop.iter, '__import__("itertools").islice(', f", {epochs})")
     conditions = {
         (file, node.test): None
         for file, call in find_lines_not_judged(conversion)
@@ -315,8 +296,7 @@ def shorten_epochs(conversion: Conversion, epochs: int) -> Edits:
         for node in file.nodes(ast.Compare, test):
             if isinstance(node.left, ast.BinOp) and isinstance(node.left.op, ast.Mod):
                 text = f" or {file.text_of(node.left)} < {FIRST_STEPS})"
-                add(edits, file, *file.wrap(node, "(", text))
-    return edits
+                yield from file.wrap(node, "(", text)
 
 
 def _iterates_at(loop: ast.stmt, line: int) -> bool:
@@ -336,7 +316,6 @@ def name_of_epoch(file: SourceText, loop: ast.For) -> str:
 
 def wrap_models(conversion: Conversion, arguments: str = "") -> Edits:
     """Wrap each trained model where its optimizer is made, and name what is inside of it."""
-    edits: Edits = {}
     facts = conversion.facts
     if missing := set(facts.trained_models) - conversion.wrappings.keys():
         raise CannotConvert(
@@ -348,24 +327,23 @@ def wrap_models(conversion: Conversion, arguments: str = "") -> Edits:
         if model in facts.models_with_batch_norm:
             text = f"{name} = torch.nn.SyncBatchNorm.convert_sync_batchnorm({name})\n{text}"
         file, statement = conversion.file(location), conversion.statement(location)
-        add(edits, file, file.insert_before(statement, text))
+        yield file.insert_before(statement, text)
     # Data that are drawn before the training are the same in all processes.
     file, statement = next(find_epoch_loops(conversion), (file, statement))
-    add(edits, file, file.insert_before(statement, "draw_own_numbers()"))
-    _name_inner_models(conversion, edits)
-    return edits
+    yield file.insert_before(statement, "draw_own_numbers()")
+    yield from _name_inner_models(conversion)
 
 
-def _name_inner_models(conversion: Conversion, edits: Edits) -> None:
+def _name_inner_models(conversion: Conversion) -> Edits:
     """Name the model inside of the wrapper where the wrapper does not answer for it."""
     for file in conversion.files.values():
         for node in file.nodes(ast.Attribute):
             if node.attr not in KEPT_BY_WRAPPER and _is_model(conversion, file, node.value):
-                add(edits, file, *_name_inner_model(conversion, file, node.value))
+                yield from _name_inner_model(conversion, file, node.value)
     for file, call in _calls_of(conversion, "torch.save"):
         for value in call.args[:1]:
             if _is_model(conversion, file, value):
-                add(edits, file, *_name_inner_model(conversion, file, value))
+                yield from _name_inner_model(conversion, file, value)
 
 
 def _name_inner_model(conversion: Conversion, file: SourceText, node: ast.expr) -> list[Edit]:
@@ -387,51 +365,44 @@ def _is_model(conversion: Conversion, file: SourceText, node: ast.expr) -> bool:
 
 def share_evaluation(conversion: Conversion) -> Edits:
     """Give each process whole batches of the evaluation, and add the results up."""
-    edits = _wrap_loaders(conversion, of_training=False, helper="share_batches")
-    for loader in conversion.facts.loaders:
-        if not loader.is_training:
-            _add_sums(conversion, loader, edits)
-    for name, inner in keep_evaluation(conversion).items():
-        edits.setdefault(name, []).extend(inner)
-    return edits
+    yield from _wrap_loaders(conversion, False, "share_batches")
+    yield from _add_sums(conversion, of_training=False)
+    yield from keep_evaluation(conversion)
 
 
 def keep_evaluation(conversion: Conversion) -> Edits:
     """Evaluate with the model inside of the wrapper, as often as a process likes."""
-    edits: Edits = {}
-    for location in conversion.facts.calls_that_train_nothing:
-        if not conversion.is_known(location):
-            continue
+    for location in filter(conversion.is_known, conversion.facts.calls_that_train_nothing):
         file = conversion.file(location)
         for call in file.nodes_at(ast.Call, location.line):
             if _is_model(conversion, file, call.func):
-                add(edits, file, *_name_inner_model(conversion, file, call.func))
-    return edits
+                yield from _name_inner_model(conversion, file, call.func)
 
 
-def _add_sums(conversion: Conversion, loader: LoaderFacts, edits: Edits) -> None:
+def _add_sums(conversion: Conversion, of_training: bool) -> Edits:
     """After each loop over a loader, add up over all processes what the loop has added up."""
-    for file, loop, loader_name in dict.fromkeys(_find_loops_over(conversion, loader)):
-        names = _accumulators(file, loop)
+    for file, loop, loader_name in _find_loops_over(conversion, of_training):
         following = _statements_after(file, loop)
-        used = [name for name in names if any(_uses_name(item, name) for item in following)]
+        known = {node.id for item in following for node in file.nodes(ast.Name, item)}
+        used = [name for name in _accumulators(file, loop) if name in known]
         sums = "\n".join(f"{name} = sum_over_processes({name})" for name in used)
         if sums:
-            add(edits, file, file.insert_after(loop, sums))
+            yield file.insert_after(loop, sums)
         inside = set(ast.walk(loop))
         loader_names = _names_of_loader(file, loop, loader_name)
-        scopes = following if loader.is_training else [file.scope_of(loop)]
+        scopes = following if of_training else [file.scope_of(loop)]
         for call in (call for scope in scopes for call in file.nodes(ast.Call, scope)):
             is_length = last_name(call.func) == "len" and bool(call.args)
             if is_length and call not in inside and file.text_of(call.args[0]) in loader_names:
-                add(edits, file, *file.wrap(call, "sum_over_processes("))
+                yield from file.wrap(call, "sum_over_processes(")
 
 
 def _find_loops_over(
-    conversion: Conversion, loader: LoaderFacts
+    conversion: Conversion, of_training: bool
 ) -> Iterator[tuple[SourceText, ast.For, str]]:
     """Yield the innermost loop of each use of a loader, and the name of the loader there."""
-    for use in chain.from_iterable(loader.uses):
+    loaders = [item for item in conversion.facts.loaders if item.is_training is of_training]
+    for use in chain.from_iterable(uses for loader in loaders for uses in loader.uses):
         if conversion.is_known(use.location):
             file = conversion.file(use.location)
             for loop in file.nodes(ast.For):
@@ -452,10 +423,10 @@ def _accumulators(file: SourceText, loop: ast.For) -> list[str]:
     """Return the variables that a loop adds to, and that begin anew before it."""
     targets = [target for node in file.nodes(ast.Assign, loop) for target in node.targets]
     begin_anew = assigned_before(file, loop).difference(map(file.text_of, targets))
-    return [name for name in dict.fromkeys(added_to(file, loop)) if name in begin_anew]
+    return [name for name in dict.fromkeys(added_to(loop)) if name in begin_anew]
 
 
-def added_to(file: SourceText, loop: ast.For) -> Iterator[str]:
+def added_to(loop: ast.For) -> Iterator[str]:
     """Yield the variables that a loop adds to."""
     for node in ast.walk(loop):
         match node:
@@ -496,23 +467,16 @@ def _blocks_around(file: SourceText, loop: ast.For) -> Iterator[tuple[list[ast.s
         statement = parent
 
 
-def _uses_name(statement: ast.stmt, name: str) -> bool:
-    return any(isinstance(node, ast.Name) and node.id == name for node in ast.walk(statement))
-
-
 def sum_numbers_of_training(conversion: Conversion) -> Edits:
     """Add up over all processes what training loops add up."""
-    edits = keep_numbers_of_training(conversion)
-    for loader in conversion.facts.loaders:
-        if loader.is_training:
-            _add_sums(conversion, loader, edits)
-    return edits
+    yield from keep_numbers_of_training(conversion)
+    yield from _add_sums(conversion, of_training=True)
 
 
 def keep_numbers_of_training(conversion: Conversion) -> Edits:
     """Let one process show all: what it shows may be right, or is summed where it is shown."""
     file, begin, _ = _find_training(conversion)
-    return {file.name: [file.insert_before(begin, "show_on_one_process()")]}
+    yield file.insert_before(begin, "show_on_one_process()")
 
 
 def _calls_of(conversion: Conversion, name: str) -> Iterator[tuple[SourceText, ast.Call]]:
@@ -545,23 +509,20 @@ def find_lines_not_judged(conversion: Conversion) -> Iterator[tuple[SourceText, 
 
 def write_once(conversion: Conversion, save: str = "save_once") -> Edits:
     """Let one process write files, each whole or not at all."""
-    edits: Edits = {}
     for file, call in _calls_of(conversion, "torch.save"):
-        add(edits, file, file.replace(call.func, save))
+        yield file.replace(call.func, save)
     for location in filter(conversion.is_known, conversion.facts.folders):
         calls = [*conversion.calls(location, "mkdir"), *conversion.calls(location, "makedirs")]
         file = conversion.file(location)
         if calls and "exist_ok=True" not in file.text_of(calls[0]):
-            add(edits, file, *file.guard(conversion.statement(location), RANK_0))
+            yield from file.guard(conversion.statement(location), RANK_0)
     for location in _find_other_writes(conversion):
         file = conversion.file(location)
         statement = conversion.statement(location)
         if isinstance(statement, ast.Assign):  # a writer, which other lines use
-            end = file.end(statement.value)
-            add(edits, file, Edit(end, end, f" if {RANK_0} else Nothing()"))
+            yield from file.wrap(statement.value, "", f" if {RANK_0} else Nothing()")
         else:
-            add(edits, file, *file.guard(statement, RANK_0))
-    return edits
+            yield from file.guard(statement, RANK_0)
 
 
 def _find_other_writes(conversion: Conversion) -> list[Location]:
@@ -589,14 +550,11 @@ def describe_not_judged(conversion: Conversion, letter: str) -> list[str]:
 
 def scale_summed_loss(conversion: Conversion) -> Edits:
     """Wrap models, and multiply each loss by the number of processes: it is a sum over samples."""
-    edits = wrap_models(conversion)
-    for location in conversion.facts.backwards:
-        if not conversion.is_known(location):
-            continue
+    yield from wrap_models(conversion)
+    for location in filter(conversion.is_known, conversion.facts.backwards):
         file = conversion.file(location)
         for call in conversion.calls(location, "backward"):
             if isinstance(call.func, ast.Attribute):
                 value = call.func.value
-                add(edits, file, *file.wrap(value, "(", " * dist.get_world_size())"))
+                yield from file.wrap(value, "(", " * dist.get_world_size())")
                 break
-    return edits

@@ -7,11 +7,9 @@ from pathlib import Path
 
 from stepladder.tools.check.events import NamesInUse
 from stepladder.tools.check.script_source import stored_names
-from stepladder.tools.convert.facts import Use
 from stepladder.tools.convert.rungs import (
     Conversion,
     Edits,
-    add,
     added_to,
     assigned_before,
     find_epoch_loops,
@@ -49,9 +47,9 @@ def parts_of(conversion: Conversion, file: SourceText, loop: ast.For) -> list[st
             continue
         if event.what != "model" or event.object in conversion.facts.trained_models:
             needed.add(event.object)
-        for use in conversion.facts.uses_in(event):
-            if use.name and is_in(conversion, use, file, scope):
-                names.setdefault(event.object, use.name)
+        for location, _, name in conversion.facts.uses_in(event):
+            if name and conversion.is_known(location) and conversion.scope(location) is scope:
+                names.setdefault(event.object, name)
     if needed - names.keys():
         raise CannotConvert(
             f"{file.name}:{loop.lineno} has no name for a model, an optimizer or a schedule"
@@ -59,15 +57,9 @@ def parts_of(conversion: Conversion, file: SourceText, loop: ast.For) -> list[st
     return [names[item] for item in names if item in needed]
 
 
-def is_in(conversion: Conversion, use: Use, file: SourceText, scope: ast.AST) -> bool:
-    if use.location.file != file.name:
-        return False
-    return file.scope_of(conversion.statement(use.location)) is scope
-
-
 def _changing_values(file: SourceText, loop: ast.For) -> list[str]:
     """Return the variables that are assigned before a loop, and again or added to in it."""
-    changed = dict.fromkeys([*stored_names(loop), *added_to(file, loop)])
+    changed = dict.fromkeys([*stored_names(loop), *added_to(loop)])
     before = assigned_before(file, loop)
     return [name for name in changed if name in before]
 
@@ -76,7 +68,6 @@ def save_and_resume(conversion: Conversion) -> Edits:
     """Save everything at the end of each epoch, and go on from there."""
     file, loop = _first_epoch_loop(conversion)
     changing = _changing_values(file, loop)
-    edits: Edits = {}
     models = conversion.facts.model_names
     parts = ", ".join(
         f'"{name.removeprefix("self.")}": {f"inner_model({name})" if name in models else name}'
@@ -85,14 +76,14 @@ def save_and_resume(conversion: Conversion) -> Edits:
     path = _free_name(conversion)
     lines = [f"parts = {{{parts}}}", f'snapshot = load_snapshot("{path}", parts)']
     lines += [f'{name} = snapshot.get("{name}", {name})' for name in changing]
-    add(edits, file, file.insert_before(loop, "\n".join(lines)), _begin_at(file, loop))
+    yield file.insert_before(loop, "\n".join(lines))
+    yield _begin_at(file, loop)
     values = "".join(f", {name}={name}" for name in changing)
     epoch = name_of_epoch(file, loop)
     save = f'save_snapshot("{path}", parts, epoch={epoch} + 1{values})'
-    add(edits, file, file.insert_after(loop.body[-1], save))
+    yield file.insert_after(loop.body[-1], save)
     if file.text_of(loop.target) != epoch:
-        add(edits, file, file.replace(loop.target, epoch))
-    return edits
+        yield file.replace(loop.target, epoch)
 
 
 def _begin_at(file: SourceText, loop: ast.For) -> Edit:
@@ -102,9 +93,8 @@ def _begin_at(file: SourceText, loop: ast.For) -> Edit:
         CannotConvert: It is over something else.
     """
     match loop.iter:
-        case ast.Call(func=ast.Name(id="range"), args=[_], keywords=[]):
-            begin = file.start(loop.iter.args[0])
-            return Edit(begin, begin, 'snapshot.get("epoch", 0), ')
+        case ast.Call(func=ast.Name(id="range"), args=[end], keywords=[]):
+            return file.replace(end, f'snapshot.get("epoch", 0), {file.text_of(end)}')
         case ast.Call(func=ast.Name(id="range"), args=[first, _], keywords=[]):
             return file.replace(first, f'snapshot.get("epoch", {file.text_of(first)})')
     raise CannotConvert(f"{file.name}:{loop.lineno} is no loop over a range")
@@ -122,4 +112,5 @@ def stop_when_asked(conversion: Conversion) -> Edits:
     """End with exit code 75 after the snapshot of an epoch in which SIGTERM has come."""
     file, loop = _first_epoch_loop(conversion)
     before, after = STOP_FORMS[conversion.imports_stepladder]
-    return {file.name: [file.insert_before(loop, before), file.insert_after(loop.body[-1], after)]}
+    yield file.insert_before(loop, before)
+    yield file.insert_after(loop.body[-1], after)

@@ -28,6 +28,7 @@ class Edit:
     """A part of a file's text that is replaced.
 
     Args:
+        file: The name of the file.
         start: Where it begins, as an index of the original text.
         end: Where it ends; `start` where text is inserted.
         text: What comes in its place.
@@ -36,6 +37,7 @@ class Edit:
         depth: The indentation of what ends a block: inner blocks end first.
     """
 
+    file: str
     start: int
     end: int
     text: str
@@ -156,23 +158,20 @@ class SourceText(SourceFile):
         at = self.line_starts[statement.end_lineno]
         if not self.text[:at].endswith("\n"):
             indented = "".join(f"\n{indentation}{line}" for line in text.splitlines())
-            return Edit(at, at, indented, AFTER, len(indentation))
+            return Edit(self.name, at, at, indented, AFTER, len(indentation))
         return replace(self.insert(at, text, indentation, AFTER), depth=len(indentation))
 
-    @staticmethod
-    def insert(at: int, text: str, indentation: str, order: int) -> Edit:
+    def insert(self, at: int, text: str, indentation: str, order: int) -> Edit:
         lines = [f"{indentation}{line}".rstrip() for line in text.splitlines()]
-        return Edit(at, at, "".join(f"{line}\n" for line in lines), order)
+        return Edit(self.name, at, at, "".join(f"{line}\n" for line in lines), order)
 
     def replace(self, node: ast.expr | ast.stmt, text: str) -> Edit:
-        return Edit(self.start(node), self.end(node), text)
+        return Edit(self.name, self.start(node), self.end(node), text)
 
     def wrap(self, node: ast.expr, before: str, edited: str = ")") -> list[Edit]:
         """Return the edits that put text around an expression."""
-        return [
-            Edit(self.start(node), self.start(node), before),
-            Edit(self.end(node), self.end(node), edited),
-        ]
+        begin, end = self.start(node), self.end(node)
+        return [Edit(self.name, begin, begin, before), Edit(self.name, end, end, edited)]
 
     def guard(self, statement: ast.stmt, condition: str) -> list[Edit]:
         """Return the edits that put a statement below an `if`.
@@ -188,7 +187,7 @@ class SourceText(SourceFile):
         for line in range(self.first_line(statement), statement.end_lineno + 1):
             if self.lines[line - 1].strip():
                 begin = self.line_starts[line - 1]
-                edits.append(Edit(begin, begin, INDENT, INDENTED))
+                edits.append(Edit(self.name, begin, begin, INDENT, INDENTED))
         return edits
 
     def apply(self, edits: list[Edit]) -> EditedText:

@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader
 
 from stepladder.tools.check.probe.patching import WrappedCall, default_on_error, wrap
 
+MAX_WORKERS = 2
 MAX_DRAWN = 2_000_000
 LENGTH_ATTRIBUTE = "_stepladder_length"  # of a sampler: how many samples it gives
 
@@ -18,8 +19,10 @@ def shorten(loader: DataLoader[Any], batches: int) -> None:
     """Let the sampler of a loader give what makes a number of batches, the last one among them.
 
     The number is odd, so that one of two processes evaluates more than the other. All that the
-    loader knows of its length is of the batches that are left. The data set is whole.
+    loader knows of its length is of the batches that are left. The data set is whole. Few batches
+    are read by few workers, of which all processes of several starts together have many.
     """
+    loader.num_workers = min(loader.num_workers, MAX_WORKERS)
     sampler, size = loader.sampler, loader.batch_size
     is_made_of_shorter = any(map(_is_shorter, vars(sampler).values()))
     if size is None or is_made_of_shorter:
