@@ -225,6 +225,51 @@ def test_a_model_is_wrapped_where_training_calls_it_and_what_needs_all_results_i
     assert d.proof.not_taken and "share_batches" not in result.files["train.py"]
 
 
+@pytest.mark.slow
+def test_an_evaluation_that_shows_each_batch_is_not_shared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Processes have different numbers of batches: they would wait for each other without end."""
+    lines = "    for x, in loaders[1]:\n        print(model(x).mean().item())\n"
+    text = re.sub(r"    with torch.no_grad.*", "", ONE_LINE, flags=re.DOTALL) + lines
+    by_count = "8, shuffle=count == 64) for count in"
+    (tmp_path / "train.py").write_text(text.replace("8) for count in", by_count))
+    result = convert_in(tmp_path, monkeypatch, "e")
+    assert result.stopped == ""
+    assert result.rungs[3].proof.not_taken == ["train.py:14 shows something in each batch"]
+    assert "share_ordered" not in result.files["train.py"]
+
+
+PAIRS = """\
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+torch.manual_seed(0)
+size = 32
+loader = DataLoader(TensorDataset(torch.randn(320, 8)), size, shuffle=True, drop_last=True)
+net = nn.Linear(8, 4)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for epoch in range(2):
+    for x, in loader:
+        first, second = net(x + 0.1 * torch.randn(size, 8)), net(x + 0.1 * torch.randn(size, 8))
+        loss = nn.functional.cross_entropy(first @ second.T, torch.arange(size))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+"""
+
+
+@pytest.mark.slow
+def test_a_loss_over_the_pairs_of_a_batch_is_left_to_a_person(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "train.py").write_text(PAIRS)
+    result = convert_in(tmp_path, monkeypatch, "c")
+    assert [rung.rung.letter for rung in result.rungs] == ["a", "b"]
+    assert "gradients on 2 processes: the loss with the same weights" in result.stopped
+
+
 def wrap_under_another_name(conversion: Conversion) -> Edits:
     file = conversion.files[conversion.main]
     name = "torch.nn.parallel.DistributedDataParallel"

@@ -214,9 +214,13 @@ class Converter:
         """
         reason = ""
         for alternative in rung.alternatives:
-            edits = list(alternative(conversion))
+            try:
+                edits = list(alternative(conversion))
+            except CannotConvert as problem:
+                reason = reason or str(problem)
+                continue
             edited, proof = self.try_edits(conversion, rung, [*steps, edits])
-            if proof.wrong_numbers:
+            if proof.wrong_numbers and "shown-numbers" in rung.judged:
                 edits, edited, proof = self.mend_numbers(conversion, rung, steps, edits, proof)
             if not proof.broken and "resume" in rung.judged:
                 self.check_resume(edited, proof)

@@ -18,6 +18,7 @@ from stepladder.tools.check.events import (
     Forward,
     NamesInUse,
     NamesWhereBuilt,
+    Print,
 )
 from stepladder.tools.check.recording import LoaderPass, RankLog, Recording
 from stepladder.tools.findings.finding import Location
@@ -192,6 +193,12 @@ class ScriptFacts:
     def training_stacks(self) -> list[tuple[Use, ...]]:
         """The functions that run during the training, from the innermost outwards."""
         return [uses for loader in self.loaders if loader.is_training for uses in loader.uses]
+
+    @cached_property
+    def shown_lines(self) -> set[Location]:
+        """The lines that show something, and those that call the functions that do."""
+        lines = [line for event in self.log.select(Print) for line in (event.at, event.caller)]
+        return {self.location(line) for line in lines if line}
 
     @cached_property
     def backwards(self) -> list[Location]:

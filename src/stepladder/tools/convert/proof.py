@@ -9,10 +9,10 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from stepladder.core.numbers import format_count
-from stepladder.tools.check.events import BeforeStep, FileWrite, Print, Save
+from stepladder.tools.check.events import Backward, BeforeStep, FileWrite, Print, Save
 from stepladder.tools.check.recording import RankLog, Recording
 from stepladder.tools.check.relations import gradients, shown
-from stepladder.tools.check.relations.frozen_runs import FrozenRuns
+from stepladder.tools.check.relations.frozen_runs import FrozenRuns, Violation
 from stepladder.tools.check.relations.samples_read import (
     SamplesRead,
     passes_without_training,
@@ -95,13 +95,15 @@ def prove(
     """Compare a converted script, on one and on two processes, with the script as it was."""
     proof = RungProof()
     several = f"on {len(started['several'].recording.ranks)} processes"
+    one: Recording | None = None
     runs_of = (("one", "on 1 process", JUDGED_ON_ONE), ("several", several, judged))
     for name, where, relations in runs_of:
         if reason := why_failed(started[name]):
             proof.broken.append(f"{where} it {reason}")
             return proof
-        runs = replace(original, compared=_with_original_lines(started[name].recording, files))
-        _compare_run(proof, runs, relations, where)
+        compared = _with_original_lines(started[name].recording, files)
+        _compare_run(proof, replace(original, compared=compared), relations, where, one)
+        one = compared
     return proof
 
 
@@ -119,14 +121,16 @@ def why_failed(started: Started) -> str:
     return "" if outcome.has_stepped else "makes no optimizer step"
 
 
-def _compare_run(proof: RungProof, runs: FrozenRuns, relations: frozenset[str], where: str) -> None:
+def _compare_run(
+    proof: RungProof, runs: FrozenRuns, relations: frozenset[str], where: str, one: Recording | None
+) -> None:
     """Add to the proof what holds and what does not, in one run of the converted script."""
     if "samples" in relations:
         compare_samples(proof, runs, where)
     if "gradients" in relations:
         _compare_gradients(proof, runs, where)
     if "shown-numbers" in relations:
-        _compare_numbers(proof, runs, where)
+        _compare_numbers(proof, runs, where, one)
     if "files" in relations:
         writers = [log.rank for log in runs.compared.ranks if log.select(Save, FileWrite)]
         if len(writers) > 1:
@@ -143,16 +147,34 @@ def _compare_gradients(proof: RungProof, runs: FrozenRuns, where: str) -> None:
         norms.setdefault((event.optimizer, event.step), []).append(event.norm)
     if any(not math.isclose(min(of), max(of), rel_tol=SAME_NORM) for of in norms.values()):
         violations.append("each process makes steps with its own, and not with the mean")
+    if violation := _compare_losses(runs):
+        violations.append(f"the loss {violation.evidence}")
     proof.broken.extend(f"gradients {where}: {item}" for item in violations)
     steps = gradients.count_compared(runs)
     if steps and not violations:
         proof.holds.append(f"gradients {where}: the mean of {format_count(steps, 'step')}")
 
 
-def _compare_numbers(proof: RungProof, runs: FrozenRuns, where: str) -> None:
+def _compare_losses(runs: FrozenRuns) -> Violation | None:
+    """Return how the mean loss of all ranks differs: of fewer pairs in a batch, for example."""
+    assert runs.shuffled
+    logs = (runs.reference.ranks[0], runs.shuffled.ranks[0], *runs.compared.ranks)
+    reference, shuffled, *others = [_losses_of(log) for log in logs]
+    if not all(series.values for series in (reference, shuffled, *others)):
+        return None
+    number = shown.ComparedNumber((None, None, 0), reference, shuffled, dict(enumerate(others)))
+    return shown.compare(number)
+
+
+def _losses_of(log: RankLog) -> shown.Series:
+    losses = [event.loss for event in log.select(Backward) if event.loss is not None]
+    return shown.Series(tuple(losses), resolution=0.0)
+
+
+def _compare_numbers(proof: RungProof, runs: FrozenRuns, where: str, one: Recording | None) -> None:
     """Judge each number that is shown: it is that of one process, on each rank that shows it."""
     reasons: dict[Location, str] = {}
-    for line, index, reason, is_counter in [*differing(runs), *local(runs), *counters(runs)]:
+    for line, index, reason, is_counter in [*differing(runs), *local(runs), *counters(runs, one)]:
         location = Location(line.file, line.line)
         text = next(e.text for e in runs.reference.ranks[0].select(Print) if e.at == line)
         if all((item.location, item.position) != (location, index) for item in proof.wrong_numbers):
@@ -200,11 +222,15 @@ def local(runs: FrozenRuns) -> Iterator[Judgement]:
                 yield line, index, f"each rank shows a number of its own: {values}", False
 
 
-def counters(runs: FrozenRuns) -> Iterator[Judgement]:
-    """Yield the numbers that depend on neither weights nor chance, and differ from one process."""
-    originals = (runs.reference, runs.shuffled, runs.reweighted)
-    reference, *others = [_series_of(run, with_settings=True) for run in originals]
-    compared = _series_of(runs.compared, with_settings=True)
+def counters(runs: FrozenRuns, one: Recording | None) -> Iterator[Judgement]:
+    """Yield the numbers that depend on neither weights nor chance, and differ from one process.
+
+    Those before the first call of a model are compared with the converted script on one process,
+    too, which starts at the same time: they may be a date.
+    """
+    originals = (runs.reference, runs.shuffled, runs.reweighted, one or runs.reference)
+    reference, *others = [_series_of(run, with_settings=bool(one)) for run in originals]
+    compared = _series_of(runs.compared, with_settings=bool(one))
     for location, series in reference.items():
         line, _, index = location
         is_counter = all(

@@ -9,7 +9,6 @@ from functools import cached_property
 from itertools import chain, islice
 from operator import itemgetter
 
-from stepladder.tools.check.events import Print
 from stepladder.tools.check.relations.shown import read_series
 from stepladder.tools.check.run_summary import DEFINITIONS
 from stepladder.tools.check.script_source import (
@@ -364,7 +363,14 @@ def _is_model(conversion: Conversion, file: SourceText, node: ast.expr) -> bool:
 
 
 def share_evaluation(conversion: Conversion) -> Edits:
-    """Give each process whole batches of the evaluation, and add the results up."""
+    """Give each process whole batches of the evaluation, and add the results up.
+
+    Raises:
+        CannotConvert: Something is shown in each batch, of which processes have different numbers.
+    """
+    for file, loop, _ in _find_loops_over(conversion, of_training=False):
+        for location in locations_of(file, loop) & conversion.facts.shown_lines:
+            raise CannotConvert(f"{location.file}:{location.line} shows something in each batch")
     yield from _wrap_loaders(conversion, False, "share_batches")
     yield from _add_sums(conversion, of_training=False)
     yield from keep_evaluation(conversion)
@@ -492,12 +498,7 @@ def _calls_of(conversion: Conversion, name: str) -> Iterator[tuple[SourceText, a
 def find_lines_not_judged(conversion: Conversion) -> Iterator[tuple[SourceText, ast.Call]]:
     """Yield the calls that print values, and that no run came to, or that showed a 0 each time."""
     facts = conversion.facts
-    judged = {
-        facts.location(line)
-        for event in facts.log.select(Print)
-        for line in (event.at, event.caller)
-        if line
-    }
+    judged = set(facts.shown_lines)
     for (line, *_), series in read_series(facts.log).items():
         if line and not any(series.values):
             judged.discard(facts.location(line))
