@@ -13,24 +13,35 @@ from check_field import WRITERS, random_numbers, write_mnist
 from PIL import Image
 
 
-def write_cifar100(folder: Path) -> None:
-    """Write random pictures as CIFAR-100 is stored."""
-    target = folder / "cifar-100-python"
-    target.mkdir(parents=True, exist_ok=True)
-    for name, count in (("train", 192), ("test", 64)):
-        pictures = random_numbers(count, 3072)
-        labels = [int(label) % 100 for label in pictures[:, 0]]
-        (target / name).write_bytes(pickle.dumps({"data": pictures, "fine_labels": labels}))
-    names = {"fine_label_names": [f"class {number}" for number in range(100)]}
-    (target / "meta").write_bytes(pickle.dumps(names))
-
-
-def write_words(folder: Path) -> None:
-    """Write random words as WikiText-2 is stored."""
+def write_jokes(folder: Path) -> None:
+    """Write random words as the jokes of a table, with those that its script begins a text with."""
     folder.mkdir(parents=True, exist_ok=True)
-    for name, count in (("train", 400), ("valid", 60), ("test", 60)):
-        lines = (" ".join(f"w{number}" for number in line) for line in random_numbers(count, 20))
-        (folder / f"{name}.txt").write_text("\n".join(lines), encoding="utf-8")
+    jokes = [" ".join(f"w{number}" for number in line) for line in random_numbers(90, 16)]
+    rows = [
+        f'"{number}","{joke}"' for number, joke in enumerate(["Knock knock. Whos there?", *jokes])
+    ]
+    (folder / "reddit-cleanjokes.txt").write_text("\n".join(["ID,Joke", *rows]), encoding="utf-8")
+
+
+def write_tiles(folder: Path) -> None:
+    """Write random pictures, each with a mask of three colors."""
+    colors = np.array([[0, 0, 0], [255, 0, 0], [0, 255, 0]], dtype=np.uint8)
+    for kind in ("images", "masks"):
+        (folder / kind).mkdir(parents=True, exist_ok=True)
+    for number, pixels in enumerate(random_numbers(44, 16, 16, 3)):
+        Image.fromarray(pixels).save(folder / "images" / f"{number}.png")
+        Image.fromarray(colors[pixels[:, :, 0] % 3]).save(folder / "masks" / f"{number}.png")
+
+
+def write_clicks(folder: Path) -> None:
+    """Write random rows as Criteo stores clicks."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = []
+    for numbers in random_numbers(1000, 40):
+        counts = [str(number % 9) for number in numbers[1:14]]
+        categories = [f"{number % 5:08x}" for number in numbers[14:]]
+        lines.append("\t".join([str(numbers[0] % 2), *counts, *categories]))
+    (folder / "train.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def write_movielens(folder: Path) -> None:
@@ -158,8 +169,9 @@ def write_stock(folder: Path) -> None:
 DATA: dict[str, Callable[[Path], None]] = {
     **WRITERS,
     "mnist-more": partial(write_mnist, training_count=1300),  # lines of each tenth batch come again
-    "cifar100": write_cifar100,
-    "words": write_words,
+    "jokes": write_jokes,
+    "tiles": write_tiles,
+    "clicks": write_clicks,
     "movielens": write_movielens,
     "masks": write_masks,
     "stock": write_stock,
