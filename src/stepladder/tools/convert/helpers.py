@@ -4,6 +4,7 @@ from __future__ import annotations
 
 # What the name of each stands for.
 IMPORTS = {
+    "json": "import json",
     "logging": "import logging",
     "os": "import os",
     "random": "import random",
@@ -166,6 +167,30 @@ def save_snapshot(path, parts, **values):
     dist.all_gather_object(generators, torch.get_rng_state())
     states = {name: part.state_dict() for name, part in parts.items()}
     save_once({**values, "parts": states, "random": generators}, path)''',
+    "Attributes": '''\
+class Attributes:
+    """The numbers, texts and lists of an object that change in training, for a snapshot."""
+
+    def __init__(self, owner):
+        self.owner = owner
+        self.before = self.read()
+
+    def read(self):
+        texts = {}
+        for name, value in vars(self.owner).items():
+            try:
+                text = json.dumps(value)
+            except (TypeError, ValueError):
+                continue
+            if json.loads(text) == value:
+                texts[name] = text
+        return texts
+
+    def state_dict(self):
+        return dict(self.read().items() - self.before.items())
+
+    def load_state_dict(self, state):
+        vars(self.owner).update({name: json.loads(text) for name, text in state.items()})''',
     "load_snapshot": '''\
 def load_snapshot(path, parts):
     """Load a snapshot, if there is one, into the parts; return its values."""

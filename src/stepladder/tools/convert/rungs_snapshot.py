@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterator
 from pathlib import Path
 
 from stepladder.tools.check.events import NamesInUse
-from stepladder.tools.check.script_source import stored_names
+from stepladder.tools.check.script_source import dotted_name, find_nodes, stored_names
 from stepladder.tools.convert.rungs import (
     Conversion,
     Edits,
@@ -64,15 +65,50 @@ def _changing_values(file: SourceText, loop: ast.For) -> list[str]:
     return [name for name in changed if name in before]
 
 
+def _owners_in(conversion: Conversion, file: SourceText, loop: ast.For) -> Iterator[str]:
+    """Yield the names of objects of the user's that change their own attributes in training."""
+    trees = (item.tree for item in conversion.files.values())
+    changing = {
+        item.name
+        for tree in trees
+        for item in find_nodes(tree, ast.ClassDef)
+        if any(_changes_itself(method) for method in find_nodes(item, ast.FunctionDef))
+    }
+    scope = file.scope_of(loop)
+    holder = next((item for item in file.parents_of(loop) if isinstance(item, ast.ClassDef)), None)
+    if holder and holder.name in changing:
+        yield "self"
+    for node in find_nodes(holder or scope, ast.Assign):
+        match node:
+            case ast.Assign(targets=[target], value=ast.Call(func=function)):
+                is_attribute = dotted_name(target).startswith("self.")
+                is_known = is_attribute or (
+                    file.scope_of(node) is scope and node.lineno < loop.lineno
+                )
+                if dotted_name(function).rpartition(".")[2] in changing and is_known:
+                    yield file.text_of(target)
+
+
+def _changes_itself(method: ast.FunctionDef) -> bool:
+    """Return whether a method that does not make its object assigns to one of its attributes."""
+    return method.name != "__init__" and any(
+        isinstance(node.ctx, ast.Store) and dotted_name(node).startswith("self.")
+        for node in find_nodes(method, ast.Attribute)
+    )
+
+
 def save_and_resume(conversion: Conversion) -> Edits:
     """Save everything at the end of each epoch, and go on from there."""
     file, loop = _first_epoch_loop(conversion)
     changing = _changing_values(file, loop)
     models = conversion.facts.model_names
-    parts = ", ".join(
-        f'"{name.removeprefix("self.")}": {f"inner_model({name})" if name in models else name}'
+    forms = {
+        name: f"inner_model({name})" if name in models else name
         for name in parts_of(conversion, file, loop)
-    )
+    }
+    for name in _owners_in(conversion, file, loop):
+        forms.setdefault(name, f"Attributes({name})")
+    parts = ", ".join(f'"{name.removeprefix("self.")}": {form}' for name, form in forms.items())
     path = _free_name(conversion)
     lines = [f"parts = {{{parts}}}", f'snapshot = load_snapshot("{path}", parts)']
     lines += [f'{name} = snapshot.get("{name}", {name})' for name in changing]
