@@ -88,6 +88,28 @@ def test_weights_that_are_not_those_of_the_unbroken_run_are_named() -> None:
     assert rules(resumed) == ["resume-differs"]
 
 
+def saved_after_steps(events: Events, *numbers: int) -> Events:
+    """Let the best model be saved after some steps of the second epoch."""
+    best = {"k": "save", "path": "best.pt"}
+    return [
+        each
+        for event in events
+        for each in (event, *[best] * (event["k"] == "step" and event["step"] in numbers))
+    ]
+
+
+def test_a_file_that_is_saved_after_other_steps_tells_of_a_lost_value() -> None:
+    """Such as the best loss: what follows is saved as the best model, and overwrites it."""
+    third = train_pass(3, FIRST, 5)
+    resumed = [set_epoch(1), *train_pass(1, SECOND, 3), set_epoch(2), *third]
+    unbroken = [*UNBROKEN[:-1], set_epoch(2), *third]
+    ended = saved_after_steps(ENDED, 1)
+    for numbers, found in (((1, 4), []), ((1,), ["resume-differs"])):
+        all_saves = saved_after_steps(unbroken, *numbers)
+        assert rules(saved_after_steps(resumed, 4), all_saves, ended) == found
+    assert rules(resumed, unbroken, ended) == [], "a file by the time of day"
+
+
 def test_without_a_seed_and_without_set_epoch_the_epochs_are_counted() -> None:
     """Each epoch has the same order, and each run other weights: their number says it."""
     end = {"k": "exit"}

@@ -17,7 +17,7 @@ from stepladder.tools.convert.rungs import (
     find_lines_not_judged,
     shorten_epochs,
 )
-from stepladder.tools.convert.shown_expressions import find_shown_expression
+from stepladder.tools.convert.shown_expressions import find_deciding_value, find_shown_expression
 from stepladder.tools.convert.source import CannotConvert, SourceText, diff
 from stepladder.tools.probe.events import CodeLine
 
@@ -135,6 +135,7 @@ def test_a_diff_shows_what_changes_alone() -> None:
         ('print("{e} {:.2f} {:.1f}".format(a, b, e=c))', "1 2.00 3.0", ["c", "a", "b"]),
         ('writer.add_scalar("loss 1", x, global_step=n)', "loss 1 0.5 20", [None, "x", "n"]),
         ("print(text)\nprint(x)", "3 of 4", ["text", "text"]),
+        ('log.info("step %d loss %.4f", n, x.item())', "step 2 loss 0.5000", ["n", "x.item()"]),
     ],
 )
 def test_each_number_that_was_shown_has_its_expression(
@@ -144,6 +145,28 @@ def test_each_number_that_was_shown_has_its_expression(
     source = SourceText.read(tmp_path / "train.py", "train.py")
     found = [find_shown_expression(source, 1, text, number) for number in range(len(shown))]
     assert [item and source.text_of(item) for item in found] == shown
+
+
+@pytest.mark.parametrize(
+    ("lines", "deciding"),
+    [
+        (["x = mean(loader)", "print(x)", "if x < best: stop()"], "mean(loader)"),
+        (["y = mean(loader)", "x = y", "print(x)", "if x < y: stop()"], "mean(loader)"),
+        (["x = mean(loader)", "print(x)"], None),
+        (["x = mean(loader)", "print(x)", "if x < 9: x.backward()"], None),
+        (["x = 0.0", "x += mean(loader)", "print(x)", "if x < best: stop()"], None),
+    ],
+)
+def test_the_value_by_which_a_script_decides_is_that_of_all(
+    lines: list[str], deciding: str | None, tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").write_text("\n".join(lines))
+    source = SourceText.read(tmp_path / "train.py", "train.py")
+    [shown] = [
+        call.args[0] for call in source.nodes(ast.Call) if source.text_of(call.func) == "print"
+    ]
+    value = find_deciding_value(source, shown)
+    assert (value and source.text_of(value)) == deciding
 
 
 def test_lines_that_no_run_has_shown_or_that_showed_a_0_are_not_judged(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain
+from itertools import accumulate, chain
 from pathlib import PurePath
 from typing import Any
 
@@ -138,6 +138,11 @@ def compare_resumed_run(
         goes_on_alike = all(finding.rule == WEIGHTS_DIFFER for finding in report.findings)
         if report.not_checked or not goes_on_alike:
             break
+    if not (report.findings or report.not_checked or report.note):
+        counts = accumulate(steps_of(recording.ranks[0]) for recording in before)
+        steps = " and ".join(map(str, counts))
+        held = f"resume: started again after {steps} steps, it goes on as the unbroken run"
+        report = replace(report, held=[held])
     return report
 
 
@@ -394,8 +399,48 @@ def compare_values(run: ResumedRun) -> Comparison:
         is_later_beginning = key[1] == BEFORE and key[0] > first_step
         if key[1] != RATE and key[1:] not in varying and not is_later_beginning:
             text = describe_state(key, unbroken, resumed, first_step)
-            return Comparison([run.finding("resume-differs", text)])
-    return Comparison()
+            return Comparison([run.finding(WEIGHTS_DIFFER, text)])
+    other = find_other_save(run)
+    return Comparison([run.finding(WEIGHTS_DIFFER, other)] if other else [])
+
+
+def find_other_save(run: ResumedRun) -> str | None:
+    """Describe a file that one run saves after a step at which the other does not.
+
+    A value that decides about it is lost, such as the best one. Where a halted run has saved at
+    other steps than the unbroken one, such as by the time of day, that says nothing.
+    """
+    unbroken, halted = list_saves(run.unbroken), list_saves(run.before[0])
+    resumed = list_saves(run.resumed, run.steps_before)
+    if {save for save in unbroken ^ halted if save[0] < steps_of(run.before[0])}:
+        return None
+    end = min(steps_of(run.unbroken), run.steps_before + steps_of(run.resumed))
+    known = {file for _, file in unbroken}  # other names are of the time, or of a start
+    for step, file in sorted(unbroken ^ resumed):
+        if run.steps_before < step < end and file in known:
+            names = ["resumed", "unbroken"]
+            who, other = names if (step, file) in resumed else names[::-1]
+            return (
+                f"after step {step} the {who} run saves {file}, and the {other} run does not: a"
+                " value that decides about it, such as the best one, is lost"
+            )
+    return None
+
+
+def steps_of(log: RankLog) -> int:
+    return len(log.select(OptimizerStep))
+
+
+def list_saves(log: RankLog, step: int = 0) -> set[tuple[int, str]]:
+    """Return after how many steps which file was saved, of a start that begins after `step`."""
+    saves = set()
+    renamed = renamed_paths(log)
+    for event in log.select(OptimizerStep, Save):
+        if isinstance(event, OptimizerStep):
+            step += 1
+        elif isinstance(event, Save):
+            saves.add((step, PurePath(renamed.get(event.path, event.path)).name))
+    return saves
 
 
 def describe_state(key: ValueKey, unbroken: Values, resumed: Values, first_step: int) -> str:

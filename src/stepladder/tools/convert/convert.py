@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 
-from stepladder.core.errors import InputError
+from stepladder.core.errors import InputError, to_one_line
 from stepladder.core.scratch import temporary_folder
 from stepladder.core.signals import exit_on_signals
 from stepladder.tools.check import check as checking
@@ -34,7 +34,7 @@ from stepladder.tools.convert.rungs import (
     shorten_epochs,
     write_once,
 )
-from stepladder.tools.convert.shown_expressions import find_shown_expression
+from stepladder.tools.convert.shown_expressions import find_deciding_value, find_shown_expression
 from stepladder.tools.convert.source import CannotConvert, Edit, EditedText, SourceText, diff
 from stepladder.tools.convert.starts import ScriptStarter, Started, write_texts
 
@@ -249,7 +249,8 @@ class Converter:
         if report.exit_code:
             failure = report.not_checked
             texts = [(failure.output or failure.line).strip().splitlines()[-1]] if failure else []
-            texts += [f"{item.rule}: {item.what or item.evidence}" for item in report.findings]
+            for item in report.findings:
+                texts.append(f"{item.rule}: {to_one_line(item.evidence or item.what)}")
             proof.broken.append(f"check --resume: {'; '.join(texts)}")
         else:
             proof.holds.extend(report.held)
@@ -283,15 +284,19 @@ class Converter:
         ways: dict[tuple[SourceText, ast.expr], tuple[str, ...]] = {}  # that are left
         candidate, edited = edits, compose(conversion.files, [*steps, edits])
         while proof.wrong_numbers:
-            wrong = {}  # several numbers may be one expression
+            wrong, deciding = {}, {}  # several numbers may be one expression
             for number in proof.wrong_numbers:
                 location, position = number.location, number.position
                 file = conversion.files.get(location.file)
                 node = file and find_shown_expression(file, location.line, number.text, position)
                 if not file or not node:
                     return candidate, edited, proof
-                wrong[file, node] = WAYS_TO_MEND if number.is_counter else WAYS_TO_MEND[::-1]
-            ways |= {key: ways[key][1:] if key in ways else first for key, first in wrong.items()}
+                order = WAYS_TO_MEND if number.is_counter else WAYS_TO_MEND[::-1]
+                wrong[file, node] = order
+                if (origin := find_deciding_value(file, node)) is not None:
+                    deciding[file, origin] = order
+            for key, order in (deciding or wrong).items():  # others may follow from what decides
+                ways[key] = ways[key][1:] if key in ways else order
             if not all(ways.values()):
                 break
             wrapped = [file.wrap(node, f"{names[0]}(") for (file, node), names in ways.items()]

@@ -23,6 +23,7 @@ from stepladder.tools.convert.facts import LoaderFacts, ScriptFacts
 from stepladder.tools.convert.source import CannotConvert, Edit, Scope, SourceText
 from stepladder.tools.findings.finding import Location
 
+LOGGING_METHODS = ("debug", "info", "warning", "error", "critical")
 FIRST_STEPS = 4  # enough for a mean, and few where the script evaluates in these steps
 BATCH_SIZE = "batch_size"
 RANK_0 = "dist.get_rank() == 0"
@@ -502,7 +503,10 @@ def find_lines_not_judged(conversion: Conversion) -> Iterator[tuple[SourceText, 
     for (line, *_), series in read_series(facts.log).items():
         if line and not any(series.values):
             judged.discard(facts.location(line))
-    for file, call in (*_calls_of(conversion, "print"), *_calls_of(conversion, "sys.stdout.write")):
+    for file, call in conversion.all_calls():
+        shows = isinstance(call.func, ast.Attribute) and call.func.attr in LOGGING_METHODS
+        if not shows and file.qualified_name(call.func) not in ("print", "sys.stdout.write"):
+            continue
         is_fixed = all(isinstance(argument, ast.Constant) for argument in call.args)
         if not is_fixed and not judged & locations_of(file, call):
             yield file, call

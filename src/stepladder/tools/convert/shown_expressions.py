@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from stepladder.tools.check.relations.shown import SHOWN_NUMBER
+from stepladder.tools.check.script_source import dotted_name, find_nodes
 from stepladder.tools.convert.source import SourceText
 
 FIELD_OF_PERCENT = re.compile(r"%(?P<name>)[-+#0]*[\d.]*[a-zA-Z]")
@@ -27,8 +28,7 @@ def find_shown_expression(file: SourceText, line: int, text: str, position: int)
     pieces: list[Piece] = []
     with suppress(IndexError, ValueError):  # a text that is no plain format
         for call in file.nodes_at(ast.Call, line)[-1:]:
-            for argument in (*call.args, *(item.value for item in call.keywords)):
-                pieces += [" "] * bool(pieces) + _pieces_of(argument)
+            pieces = _pieces_of_call(call)
     pattern = "".join(re.escape(p) if isinstance(p, str) else "(.*?)" for p in pieces)
     expressions = [piece for piece in pieces if isinstance(piece, ast.expr)]
     number = list(SHOWN_NUMBER.finditer(text))[position]
@@ -37,6 +37,46 @@ def find_shown_expression(file: SourceText, line: int, text: str, position: int)
             if match.start(index) <= number.start() < match.end(index):
                 return expression
     return None
+
+
+def find_deciding_value(file: SourceText, shown: ast.expr) -> ast.expr | None:
+    """Return what is assigned to a shown variable by which the script decides what to do next.
+
+    Each process must decide alike, so the value itself is that of all, and not only what is shown.
+    """
+    value: ast.expr | None = shown
+    while isinstance(value, ast.Name):
+        scope, name = file.scope_of(shown), value.id
+        names = [node for node in find_nodes(scope, ast.Name) if node.id == name]
+        decides = any(
+            isinstance(item, ast.If | ast.While) and item.test.lineno == node.lineno
+            for node in names
+            for item in file.parents_of(node)
+        )
+        assigned = [
+            item.value
+            for item in find_nodes(scope, ast.Assign)
+            if [dotted_name(each) for each in item.targets] == [name]
+        ]
+        is_assigned_once = sum(isinstance(node.ctx, ast.Store) for node in names) == 1
+        is_trained = any(
+            dotted_name(node) == f"{name}.backward" for node in find_nodes(scope, ast.Attribute)
+        )
+        if not decides or not is_assigned_once or not assigned or is_trained:
+            return None
+        value = assigned[0]
+    return value if value is not shown else None
+
+
+def _pieces_of_call(call: ast.Call) -> list[Piece]:
+    match call:
+        case ast.Call(ast.Attribute(), [ast.Constant(str() as text), _, *_]) if "%" in text:
+            # Of logging.
+            return _fill(FIELD_OF_PERCENT, text, lambda _, index: call.args[index + 1])
+    pieces: list[Piece] = []
+    for argument in (*call.args, *(item.value for item in call.keywords)):
+        pieces += [" "] * bool(pieces) + _pieces_of(argument)
+    return pieces
 
 
 def _pieces_of(node: ast.expr) -> list[Piece]:
