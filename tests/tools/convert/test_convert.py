@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from processes import run
 from stepladder.cli.convert import write_files
@@ -432,6 +433,28 @@ def test_a_stopped_script_goes_on_with_other_processes(
     assert "continues from" not in whole.stderr
     assert resumed.stdout.splitlines() == whole.stdout.splitlines()[4:]
     assert (tmp_path / "train_snapshot.pt").read_text() == "of somebody else"
+
+
+@pytest.mark.slow
+def test_a_best_model_stays_the_best_over_a_stop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copy(Path(__file__).parent / "scripts" / "best_of_trainer.py", tmp_path / "train.py")
+    result = convert_in(tmp_path, monkeypatch, "g")
+    assert result.stopped == ""
+    text = result.files["train.py"]
+    assert '"self": Attributes(self)' in text
+    assert 'log.warning("step %d loss %.5f", self.step, mean_over_processes(loss.item()))' in text
+    for name, epochs in (("whole", 4), ("stopped", 2), ("stopped", 4)):
+        (tmp_path / name).mkdir(exist_ok=True)
+        script = text.replace("epochs=4", f"epochs={epochs}")
+        (tmp_path / name / "train_ddp.py").write_text(script)
+        done = run("run", "--nproc", "2", "train_ddp.py", cwd=tmp_path / name)
+        assert done.returncode == 0, done.stderr
+    best = [(tmp_path / name / "best.pt").read_bytes() for name in ("whole", "stopped")]
+    assert best[0] == best[1]
+    last = [torch.load(tmp_path / name / "train_snapshot.pt") for name in ("whole", "stopped")]
+    assert last[0]["parts"]["self"] == last[1]["parts"]["self"]
 
 
 def take_edits(
