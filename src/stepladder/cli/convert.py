@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -68,7 +69,7 @@ def command(script: Path, args: Words = (), **values: Any) -> int:
     if flags.as_json:
         echo_json(_json_of(result, written))
     else:
-        _show_end(result, script, written, is_partial)
+        _show_end(result, request, written, is_partial)
     return NOT_COMPLETE if result.stopped else 0
 
 
@@ -125,21 +126,27 @@ def _show_rung(proved: ProvedRung) -> None:
     echo("")
 
 
-def _show_end(result: Conversions, script: Path, written: list[Path], is_partial: bool) -> None:
+def _show_end(
+    result: Conversions, request: ConversionRequest, written: list[Path], is_partial: bool
+) -> None:
+    arguments = "".join(f" {shlex.quote(text)}" for text in request.args)
     if result.stopped:
         echo(f"not offered: rung {result.stopped}")
     for path in written:
         echo(f"written: {path}")
     if written:
         number = result.num_processes
-        echo(f"to start it on {number} processes: stepladder run --nproc {number} {written[0]}")
+        echo(
+            f"to start it on {number} processes: stepladder run --nproc {number} {written[0]}{arguments}"
+        )
         if number == 2:  # a batch with shares for 2 has, as a rule, some for 4
             submit = "stepladder submit --dry-run --nodes 2 --nproc 2 -- run"
-            echo(f"to see its batch script for two nodes: {submit} {written[0]}")
+            echo(f"to see its batch script for two nodes: {submit} {written[0]}{arguments}")
     elif is_partial:
         echo("not written: without rung c each process would train a model of its own")
     elif result.files and not written:
-        echo(f"to write it beside {script}: stepladder convert --write {script}")
+        script = request.script
+        echo(f"to write it beside {script}: stepladder convert --write {script}{arguments}")
 
 
 def _json_of(result: Conversions, written: list[Path]) -> dict[str, Any]:

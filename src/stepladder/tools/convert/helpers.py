@@ -75,7 +75,10 @@ def share_of_batch(size):
     """Return how many samples of a batch this process takes."""
     processes = dist.get_world_size()
     if size % processes:
-        raise ValueError(f"a batch of {size} has no equal shares for {processes} processes")
+        raise ValueError(
+            f"a batch of {size} has no equal shares for {processes} processes:"
+            " start a number that divides it"
+        )
     return size // processes''',
     "share_samples": '''\
 def share_samples(loader):
