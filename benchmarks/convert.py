@@ -52,8 +52,7 @@ evaluation shuffles both, and siamese-pytorch, since it draws its pairs by the t
 A fault that these repairs have found: a model that was wrapped under another name than the one that training calls averaged no gradients, and the proof did not see it. Each step must have the same gradients on all processes now.
 A loss over the pairs of a batch passed beside noise in the data, and a number that is summed in each batch of an evaluation could wait without end: both are seen.
 
-Rows of vae, yunjey-gan, wgan-gp, dcgan, chargpt, cell-unet, multi-unet and disvae are of the last code, beside other jobs on the two cores (a load of 6 to 13: multi-unet 309 s, cell-unet 300 s);
-cifar-vgg, deep-fm and jokes-lstm are of the code before losses were compared (cifar-vgg at a load of 15), and the others of the day's earlier code, on a quiet machine."""
+All rows are of the code of commit 2fe0899d, one script after the other, at times beside other work on the two cores."""
 VARIABLES = {"MPLBACKEND": "Agg", "WANDB_MODE": "disabled"}  # no window, no account
 
 
