@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from ipaddress import ip_address
 from pathlib import Path
 from types import SimpleNamespace
@@ -288,6 +289,35 @@ def test_asked_to_stop_before_the_first_step_it_ends_at_once(
         running.process.terminate()
         assert running.end() == 75
     assert not left_in(temporary)
+
+
+def test_ctrl_c_before_the_first_step_is_one_line(tmp_path: Path, temporary: Path) -> None:
+    marker = tmp_path / "marker"
+    env = {"TROUBLE": f"hold 1 0 {marker}", "TMPDIR": str(temporary)}
+    with started("train", TROUBLE, *NPROC, cwd=tmp_path, env=env) as running:
+        running.wait_for(marker)
+        running.signal_group(signal.SIGINT)
+        assert running.end() == 130
+    assert running.err.read_text() == "\nstopped\n"
+    assert not left_in(temporary)
+
+
+def has_fork_server(launcher: Process) -> bool:
+    with suppress(psutil.Error):  # another child has ended this moment
+        return any("forkserver" in " ".join(child.cmdline()) for child in launcher.children())
+    return False
+
+
+def test_ctrl_c_while_the_fork_server_imports_torch_is_one_line(tmp_path: Path) -> None:
+    """It goes to all processes, as a terminal sends it."""
+    command = [sys.executable, "-m", "stepladder", "train", "mlp", *NPROC]
+    with subprocess.Popen(
+        command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as launcher:
+        wait_until(lambda: has_fork_server(Process(launcher.pid)))
+        os.killpg(launcher.pid, signal.SIGINT)
+        _, error = launcher.communicate(timeout=SECONDS)
+    assert (launcher.returncode, error) == (130, "\nstopped\n")
 
 
 def shown_once(error: str, text: str) -> None:

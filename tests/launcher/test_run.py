@@ -322,9 +322,9 @@ def test_a_script_that_does_not_handle_a_signal_is_ended(
     tmp_path: Path, env: dict[str, str]
 ) -> None:
     with held("hold", tmp_path, env) as running:
-        running.process.send_signal(signal.SIGINT)
-        assert running.end() == 1
-        assert running.err.read_text() == "stepladder: stopped by SIGINT\n"
+        running.signal_group(signal.SIGINT)
+        assert running.end() == 130
+        assert running.err.read_text() == "\nstopped\n"
 
 
 def test_kill_9_of_a_rank_ends_the_others_and_all_that_they_started(

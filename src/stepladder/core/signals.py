@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from multiprocessing import parent_process
 
@@ -25,6 +25,16 @@ def die_with_parent() -> None:
     launcher = parent_process()
     if launcher is not None and not launcher.is_alive():
         os._exit(1)
+
+
+@contextmanager
+def block_signals(numbers: Collection[int]) -> Iterator[None]:
+    """Block signals in this thread during the block, and in processes that start there."""
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous)
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from typing import Any
 import cloudpickle
 
 from stepladder.core.arguments import validate_arguments
-from stepladder.core.errors import BAD_INPUT, InputError
+from stepladder.core.errors import BAD_INPUT, INTERRUPTED, InputError
 from stepladder.core.process_count import parse_process_count, validate_process_count
 from stepladder.core.tracebacks import OWN_PREFIXES
 from stepladder.launcher.local.outcome import Failure, Raised
@@ -207,6 +207,8 @@ def main(files_json: str, timeout: str) -> int:
     )
     try:
         return run_local(group, rank_count)
+    except KeyboardInterrupt:
+        return INTERRUPTED
     except InputError as error:
         Path(files.failure).write_bytes(pickle.dumps(error))
         return BAD_INPUT

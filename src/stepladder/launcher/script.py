@@ -122,7 +122,6 @@ class Script:
         """Make a forked process look like a new interpreter."""
         EXIT_CALLBACKS.append(_end_interpreter)
         os.setsid()  # Ctrl-C in a terminal reaches the launcher alone, which forwards it once
-        signal.signal(signal.SIGINT, signal.default_int_handler)
         multiprocessing.current_process().name = "MainProcess"  # some scripts log only there
         multiprocessing.process._parent_process = None  # type: ignore[attr-defined]
         for stream in (sys.stdout, sys.stderr):

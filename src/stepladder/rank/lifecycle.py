@@ -46,8 +46,16 @@ from stepladder.rank.torch_fixes import wait_for_gloo_before_destroy
 from stepladder.rank.torch_fixes_store import bind_store_to_loopback
 from stepladder_exchange.torch_fixes_gloo import keep_backward_context_from_gloo
 
-# Signals that a rank must receive. The fork server blocks them, and each rank unblocks them.
-RANK_SIGNALS = {signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2}
+# Signals that a rank must receive. The fork server blocks them, and each rank unblocks them; Ctrl-C
+# last, where its KeyboardInterrupt is recorded.
+RANK_SIGNALS = {
+    signal.SIGTERM,
+    signal.SIGHUP,
+    signal.SIGQUIT,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+    signal.SIGINT,
+}
 ERROR_FILE_VARIABLE = "STEPLADDER_ERRORS"  # where a rank records its error for its launcher
 EXIT_TIMEOUT_S = 5.0  # how long the interpreter may take to end after an exception
 EXIT_CALLBACKS: list[Callable[[], None]] = []  # called after the work, when its error is written
@@ -119,7 +127,10 @@ def run_rank(
     redirect_output(outputs)
     # A rank that joins a running group is started with RANK=0; its number is in another variable.
     rank = get_joining_rank() or int(env["RANK"])
+    # A job's launcher hands Ctrl-C on as SIGTERM: a rank that does not train yet just ends.
+    signal.signal(signal.SIGINT, signal.default_int_handler if is_script else signal.SIG_IGN)
     try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         code = work()
     except BaseException as raised:
         code = _record_error(rank, mute_signal_handlers(raised), error_file, is_script)
@@ -148,7 +159,7 @@ def _become_rank(env: dict[str, str]) -> None:
     # copy of the memory pages of all imported modules, which ranks share with the fork server.
     gc.freeze()
     gc.enable()  # the fork server has disabled it
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, RANK_SIGNALS)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, RANK_SIGNALS - {signal.SIGINT})
     # The rank inherits the launcher's start method, "forkserver". DataLoader workers would then be
     # children of the fork server instead of children of the rank.
     multiprocessing.set_start_method(None, force=True)

@@ -2,8 +2,8 @@
 
 The server must neither outlive its launcher nor end before its ranks. Ranks die with the server,
 and hold the pipe by which it would otherwise notice that its launcher was killed. A signal to the
-whole process group (from Slurm, `timeout` or a closed terminal) is meant for the ranks, which
-unblock it.
+whole process group (from Slurm, `timeout` or a terminal) is meant for the launcher and the ranks,
+which unblock it.
 """
 
 from __future__ import annotations

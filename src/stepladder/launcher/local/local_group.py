@@ -10,6 +10,7 @@ import fcntl
 import multiprocessing
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -62,6 +63,7 @@ class LocalGroup:
         # Keeps the lock of the run directory while no rank has it.
         self._fd_store = make_fd_store()
         self._fork_server_watch = ForkServerWatch()
+        self._is_starting = False
         self._context = GroupContext(
             spec=self.spec,
             limits=limits or Limits(),
@@ -105,7 +107,9 @@ class LocalGroup:
             "TORCHELASTIC_RESTART_COUNT": str(attempt),
             **make_loopback_env(),
         }
+        self._is_starting = True
         self.start(AttemptSpec(str(attempt), range(nproc), variables, min_ranks=min_nproc))
+        self._is_starting = False
 
     def start(self, spec: AttemptSpec) -> None:
         """Start the ranks of one attempt on this node."""
@@ -132,8 +136,14 @@ class LocalGroup:
 
         This is a signal handler, so it only sets flags. A second Ctrl-C ends the ranks of a script,
         which may ignore the first.
+
+        Raises:
+            KeyboardInterrupt: A single node still waits for its first rank: the import of torch may
+                take long.
         """
         is_second_interrupt = self._context.stop_request.record(signal_number)
+        if signal_number == signal.SIGINT and self._is_starting and not self.attempt.running:
+            raise KeyboardInterrupt
         if is_second_interrupt and self.spec.is_script:
             self.attempt.end_within(0)
 

@@ -153,6 +153,11 @@ class EndAction(Enum):
     GIVE_UP = auto()  # no restart is left
 
 
+def was_stopped(failure: Failure) -> bool:
+    """Return whether a rank has died of a request to stop, as it does before it trains."""
+    return isinstance(failure, Killed) and failure.signal_number in STOP_SIGNALS
+
+
 def decide_on_end(
     failure: Failure,
     is_stopping: bool = False,
@@ -170,8 +175,7 @@ def decide_on_end(
         restarts_left: Restarts that --max-restarts still allows.
     """
     if is_stopping:
-        was_killed = isinstance(failure, Killed) and failure.signal_number in STOP_SIGNALS
-        return EndAction.STOP if was_killed else EndAction.FAIL
+        return EndAction.STOP if was_stopped(failure) else EndAction.FAIL
     if is_permanent:
         return EndAction.FAIL
     if may_shrink:

@@ -11,7 +11,7 @@ from stepladder.core.console import print_message
 from stepladder.core.errors import FAILED, KILLED, STOPPED, STORAGE_FAILED, TERMINATED
 from stepladder.launcher.local.local_group import LocalGroup
 from stepladder.launcher.local.outcome import BadInput, Failure, Killed, Raised, Success
-from stepladder.launcher.local.recovery_policy import EndAction, decide_on_end
+from stepladder.launcher.local.recovery_policy import EndAction, decide_on_end, was_stopped
 from stepladder.rank.error_record import ErrorKind
 from stepladder.rank.exit_record import write_end
 from stepladder.rank.preemption import drop_ignored_hangup
@@ -36,6 +36,7 @@ def run_local(
 
     Raises:
         InputError: A rank has found bad input.
+        KeyboardInterrupt: Ctrl-C has ended a script, or ranks of a job that did not train yet.
     """
     min_nproc = min_nproc or nproc
     min_ranks = None if min_nproc == nproc else min_nproc
@@ -50,6 +51,8 @@ def run_local(
             if isinstance(outcome, BadInput):
                 _discard_output(group, outcome)
                 raise outcome.input_error
+            if group.stop_signal == signal.SIGINT and _is_interrupted(group, outcome):
+                raise KeyboardInterrupt
             may_shrink = nproc > min_nproc and policy.is_repeated_failure(outcome.rank)
             is_permanent = policy.is_permanent(outcome)
             action = decide_on_end(
@@ -69,6 +72,13 @@ def run_local(
             else:
                 _report_given_up(action, max_restarts)
                 return record_failed_end(outcome, group.stop_signal)
+
+
+def _is_interrupted(group: LocalGroup, failure: Failure) -> bool:
+    """Return whether ranks that were asked to stop have ended without saving anything."""
+    if isinstance(failure, Raised):
+        return group.spec.is_script or failure.error.name == "KeyboardInterrupt"
+    return group.spec.is_script or was_stopped(failure)
 
 
 def _report_restart(has_steps: bool, count: str) -> None:
