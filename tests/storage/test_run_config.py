@@ -144,7 +144,7 @@ def test_what_cannot_be_read_is_named_with_what_to_do(
 
 
 def test_a_folder_without_a_configuration_is_no_run_directory(tmp_path: Path) -> None:
-    result = rf"{tmp_path} is not a run directory: config.json: No such file.* HINT: ls runs"
+    result = rf"{tmp_path} is not a run directory: config.json: No such file.* HINT: ls {tmp_path.parent}$"
     with pytest.raises(InputError, match=result), open_config(tmp_path):
         pass
 

@@ -28,6 +28,8 @@ NEEDLESS = {
     ("--resume", "--fresh"): "leave it out: a run resumes by itself;",
     ("--fix", "--sarif"): "it is gone: the fix of each finding says what to type;",
 }
+# In a hint, in place of what a shell would take for a pipe.
+EXAMPLES = {"RECIPE|FILE.py": "digits"}
 MAX_SUGGESTIONS = 3
 
 
@@ -111,6 +113,7 @@ def format_click_error(error: click.ClickException) -> str:
 def format_param(param: click.Parameter, context: click.Context) -> str:
     """Return what to type for a parameter, such as "--out FILE"."""
     value = param.make_metavar(context)
+    value = EXAMPLES.get(value, value)
     if isinstance(param, click.Option):
         return f"{param.opts[0]} {value}"
     return value

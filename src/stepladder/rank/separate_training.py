@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shlex
+import sys
 import time
 from functools import partial
 from inspect import currentframe
@@ -43,8 +45,8 @@ def _end_separate_training(num_ranks: int, flag: str) -> NoReturn:
         InputError(
             f"each of the {num_ranks} ranks trains on its own, {num_ranks} times the same: there is"
             f" no process group at the first optimizer step{at}",
-            "stepladder convert SCRIPT makes it train on several together; or start one rank, or"
-            f" {flag} if each rank is to train alone",
+            f"stepladder convert --write {shlex.quote(sys.argv[0])} makes it train on several"
+            f" together; or start one rank, or {flag} if each rank is to train alone",
         )
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -98,7 +99,10 @@ def suggest_run_dirs(folder: Path, *file_names: str) -> str:
     files = [path for name in file_names for path in folder.glob(f"*/{name}")]
     files.sort(key=os.path.getmtime, reverse=True)
     newest = ", ".join(str(path.parent) for path in files[:MAX_SUGGESTED_RUNS])
-    return f"its newest runs: {newest}" if newest else "ls runs"
+    if newest:
+        return f"its newest runs: {newest}"
+    parent = next((parent for parent in folder.parents if parent.is_dir()), "..")
+    return f"ls {shlex.quote(str(parent))}"
 
 
 def list_ledgers(run_dir: Path) -> Iterator[tuple[int, int]]:

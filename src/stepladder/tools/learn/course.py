@@ -95,7 +95,7 @@ class Course:
             if is_its_number or name == item.key:
                 return item
         similar = difflib.get_close_matches(name, [item.key for item in self], 1)
-        hint = "stepladder learn  lists them all"
+        hint = "stepladder learn"
         if similar:
             hint = f"stepladder learn show {similar[0]}"
         raise InputError(f"{name!r} is neither a lesson nor an exercise", hint)
