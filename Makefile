@@ -29,7 +29,7 @@ EDITABLE := $(addprefix -e ,$(PACKAGES))
 .NOTPARALLEL:
 
 help:
-	@echo "make demo       train handwritten digits on two processes: installation included, about two minutes"
+	@echo "make demo       train handwritten digits on two processes: installation included, two minutes or more"
 	@echo "make test       the tests: about five minutes on two cores; TORCH=2.15.0 tests with that version of torch"
 	@echo "make test-skipped  what the last make test skipped, after an installation of Slurm, sshd or chromium"
 	@echo "make test-slow  those that take longer, two cases of each, half an hour on two cores; all cases: CASES=0"
@@ -61,6 +61,7 @@ $(INSTALLED): constraints.txt pyproject.toml $(PACKAGES:=/pyproject.toml)
 	$(PYTHON) -m venv $(VENV)
 	$(if $(TORCH),grep -vE '^(torch|setuptools|triton|sympy)==' constraints.txt > $(CONSTRAINTS))
 	$(PIP) 'setuptools>=77' torch$(if $(TORCH),==$(TORCH))
+	@echo "The other packages follow, without a line each: this may take some minutes."
 	$(PIP) -q --no-build-isolation $(EDITABLE) -e '.[recipes,parquet,http,lessons,dev,docs]'
 	@touch $@
 

@@ -291,6 +291,8 @@ def write_notebooks(folder):
 
 
 def write_handout(path, text):
+    if str(path).startswith("-"):
+        refuse(f"{path} is no flag of this command", "name a path")
     if path.is_file() and path.read_bytes() != text.encode():
         refuse(f"{path} is there already, and was not written by this command", "name a new path")
     try:

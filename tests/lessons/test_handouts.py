@@ -122,3 +122,12 @@ def test_the_notebooks_run_and_reach_the_claim(tmp_path: Path, short_folder: Pat
             for output in cell.outputs
         )
         assert "claim holds: " in printed, path.name
+
+
+def test_a_flag_is_no_name_of_a_handout(tmp_path: Path) -> None:
+    make = Path(__file__).parents[2] / "lessons/make.py"
+    command = [sys.executable, make, "slides", "--help"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert not list(tmp_path.iterdir())

@@ -17,7 +17,7 @@ from stepladder.cli.types import AsJson, Count, PathName
 from stepladder.core.console import echo, echo_json
 from stepladder.core.errors import InputError
 from stepladder.core.flag import Flag
-from stepladder.core.numbers import parse_whole_number
+from stepladder.core.numbers import format_count, parse_whole_number
 from stepladder.core.terminal import make_console
 from stepladder.data.local_files import Feedback
 
@@ -123,6 +123,8 @@ def check(path: PathName, *, settings: SetTexts = (), as_json: AsJson = False) -
         with _parse_settings(settings) as given:
             facts = describe_shards(Path(path), True, given)
         _show(facts, as_json)
+        if not as_json:
+            echo(f"{path}: all can be read")
         return
     with _parse_settings(settings) as given:
         source = open_described(path, given)
@@ -359,9 +361,11 @@ def _file_line(file: dict[str, Any]) -> str:
 
 def _source_line(facts: dict[str, Any]) -> str:
     """Return the line about data that open_data opens."""
-    chunks = "" if facts["chunks"] is None else f", {facts['chunks']:,} chunks"
+    chunks = "" if facts["chunks"] is None else f", {format_count(facts['chunks'], 'chunk')}"
     columns = ", ".join(f"{name} ({kind})" for name, kind in facts["columns"].items())
-    return f"{facts['rows']:,} rows in {facts['num_files']:,} files{chunks}: {columns}"
+    return (
+        f"{facts['rows']:,} rows in {format_count(facts['num_files'], 'file')}{chunks}: {columns}"
+    )
 
 
 def shard_lines(facts: dict[str, Any]) -> list[str]:
