@@ -197,7 +197,7 @@ def test_a_command_makes_an_index_in_the_cache_or_beside_the_file(
     (tmp_path / "b.jsonl").write_text('{"x": 1}\n')
     done = run("data", "index", "b.jsonl", "--json", cwd=tmp_path)
     line, facts = done.stdout.splitlines()
-    assert line == f"b.jsonl: 1 records of jsonl in 1 files; indexes are in {cache}/indexes"
+    assert line == f"b.jsonl: 1 records of jsonl in 1 file; indexes are in {cache}/indexes"
     assert json.loads(facts)["rows"] == 1
 
 

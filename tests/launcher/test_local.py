@@ -302,6 +302,12 @@ def test_ctrl_c_before_the_first_step_is_one_line(tmp_path: Path, temporary: Pat
     assert not left_in(temporary)
 
 
+def test_a_start_after_one_that_saved_nothing_says_so(tmp_path: Path) -> None:
+    run("train", "mlp", "--steps", 3, "--fail-at", "0:2", "--on-loss", "stop", cwd=tmp_path)
+    done = run("train", "mlp", "--steps", 3, cwd=tmp_path)
+    assert "run directory runs/mlp, begun again: the earlier start had saved nothing" in done.stderr
+
+
 def has_fork_server(launcher: Process) -> bool:
     with suppress(psutil.Error):  # another child has ended this moment
         return any("forkserver" in " ".join(child.cmdline()) for child in launcher.children())

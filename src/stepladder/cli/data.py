@@ -170,7 +170,8 @@ def index(
         raise InputError(f"--beside {path}", f"stepladder data index {path}, for the user's cache")
     with _parse_settings(settings) as given:
         source = open_described(path, given, index_beside=beside)
-    text = f"{path}: {len(source):,} records of {source.format} in {source.num_files:,} files"
+    files = format_count(source.num_files, "file")
+    text = f"{path}: {len(source):,} records of {source.format} in {files}"
     folder = "beside the files" if beside else f"in {get_cache_folder() / 'indexes'}"
     if source.format in INDEXED_FORMATS:
         echo(f"{text}; indexes are {folder}")

@@ -233,7 +233,7 @@ class _Opening:
         )
         recorder = self._make_recorder(attempt, state, header, loggers)
         has_snapshot = snapshot is not None
-        lines = describe_start(spec, comm.world, state.step, has_snapshot)
+        lines = describe_start(spec, comm.world, state.step, has_snapshot, stored.attempt)
         if stored.is_edited and state.step:
             state.pop_expected_values()
             lines += describe_edits(spec.recipe.job_file, spec.job, built_settings)

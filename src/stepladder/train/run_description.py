@@ -15,7 +15,9 @@ from stepladder.train.job import Job
 from stepladder.train.run_spec import RunSpec
 
 
-def describe_start(spec: RunSpec, world: World, step: int, has_snapshot: bool) -> list[str]:
+def describe_start(
+    spec: RunSpec, world: World, step: int, has_snapshot: bool, attempt: int = 1
+) -> list[str]:
     """Return the lines that the first rank prints at the start of an attempt.
 
     Args:
@@ -23,6 +25,7 @@ def describe_start(spec: RunSpec, world: World, step: int, has_snapshot: bool) -
         world: The ranks that train it.
         step: Steps done by earlier attempts.
         has_snapshot: Whether the attempt begins with a snapshot; one of step 0 was imported.
+        attempt: The number of the attempt in the run directory, from 1.
     """
     lines = describe_run(spec, world, step)
     is_started_by_another_launcher = world.world_size > 1 and PROGRESS_VARIABLE not in os.environ
@@ -33,6 +36,8 @@ def describe_start(spec: RunSpec, world: World, step: int, has_snapshot: bool) -
         start = f"resumed after step {step}"
     elif has_snapshot:
         start = "new run with the imported weights"
+    elif attempt > 1:
+        start = "begun again: the earlier start had saved nothing"
     lines.append(f"  run directory {spec.settings.run_dir}, {start}")
     return lines + describe_missed_failures(spec.settings, step)
 
