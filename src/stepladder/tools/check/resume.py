@@ -399,9 +399,9 @@ def compare_values(run: ResumedRun) -> Comparison:
         is_later_beginning = key[1] == BEFORE and key[0] > first_step
         if key[1] != RATE and key[1:] not in varying and not is_later_beginning:
             text = describe_state(key, unbroken, resumed, first_step)
-            return Comparison([run.finding(WEIGHTS_DIFFER, text)])
+            return Comparison([run.finding("resume-differs", text)])
     other = find_other_save(run)
-    return Comparison([run.finding(WEIGHTS_DIFFER, other)] if other else [])
+    return Comparison([run.finding("resume-differs", other)] if other else [])
 
 
 def find_other_save(run: ResumedRun) -> str | None:
