@@ -61,8 +61,8 @@ def test_fail_at_kills_once_and_the_run_recovers(tmp_path: Path, unbroken: str) 
     assert run("report", RUN_DIR, "-o", "page.html", cwd=tmp_path).returncode == 0
     page = (tmp_path / "page.html").read_text()
     assert f"1 start on 3 processes, {audit['changes']} changes of processes" in page
-    # In the charts of the loss and of the throughput; the metrics are of other steps.
-    assert page.count("<title>after step 6: rank 1 lost (rank 1 was killed by SIGKILL)") == 2
+    # In the charts of the loss, of the metric and of the throughput, which have the same steps.
+    assert page.count("<title>after step 6: rank 1 lost (rank 1 was killed by SIGKILL)") == 3
     ends_well(tmp_path, unbroken)
 
 

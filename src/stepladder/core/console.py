@@ -93,7 +93,9 @@ def write_text(text: str, stream: TextIO | None, end: str = "\n") -> None:
         return
     clear_bar()
     text = make_printable(text)
-    _write(f"{wrap_lines(text, stream) if end else text}{end}", stream)
+    if end:
+        text = wrap_lines(text, stream)
+    _write(f"{text}{end}", stream)
 
 
 def wrap_lines(text: str, stream: TextIO) -> str:

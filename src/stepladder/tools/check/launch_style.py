@@ -15,7 +15,7 @@ from stepladder.tools.findings.finding import Finding
 
 MISSING_MODULE = re.compile(r"ModuleNotFoundError: No module named '(?P<top>\w+)")
 MISSING_FILE = re.compile(r"FileNotFoundError: .*: '(?P<path>[^']+)'")
-PACKAGE = "__init__.py"
+PACKAGE_FILE = "__init__.py"
 IMPORTS_FROM_ITS_PACKAGE = "attempted relative import with no known parent package"
 
 
@@ -92,7 +92,7 @@ def validate_root(root: Path, script: Path, folder: Path) -> None:
 def as_modules(script: Path, root: Path, folder: Path) -> Iterator[LaunchStyle]:
     """Yield the ways to start a script with `python -m`: from the folder, and above its package."""
     package = script.parent
-    while (package / PACKAGE).is_file() and package.is_relative_to(root):
+    while (package / PACKAGE_FILE).is_file() and package.is_relative_to(root):
         package = package.parent
     for start in (folder, package):
         if script.is_relative_to(start) and start.is_relative_to(root) and script.parent != start:
@@ -123,7 +123,7 @@ def find_modules_elsewhere(style: LaunchStyle, *loaded: Mapping[str, str]) -> di
     for module, file in chain.from_iterable(files.items() for files in loaded):
         path = Path(file).resolve()
         beside = style.script.parent.joinpath(*module.split("."))
-        target = beside / path.name if path.name == PACKAGE else beside.with_suffix(".py")
+        target = beside / path.name if path.name == PACKAGE_FILE else beside.with_suffix(".py")
         is_elsewhere = path.is_relative_to(repository) and not path.is_relative_to(style.root)
         is_free = target.resolve() == target and not target.exists()
         if is_elsewhere and is_free:

@@ -401,7 +401,9 @@ def compare_values(run: ResumedRun) -> Comparison:
             text = describe_state(key, unbroken, resumed, first_step)
             return Comparison([run.finding("resume-differs", text)])
     other = find_other_save(run)
-    return Comparison([run.finding("resume-differs", other)] if other else [])
+    if other:
+        return Comparison([run.finding("resume-differs", other)])
+    return Comparison()
 
 
 def find_other_save(run: ResumedRun) -> str | None:
@@ -418,8 +420,9 @@ def find_other_save(run: ResumedRun) -> str | None:
     known = {file for _, file in unbroken}  # other names are of the time, or of a start
     for step, file in sorted(unbroken ^ resumed):
         if run.steps_before < step < end and file in known:
-            names = ["resumed", "unbroken"]
-            who, other = names if (step, file) in resumed else names[::-1]
+            who, other = "resumed", "unbroken"
+            if (step, file) in unbroken:
+                who, other = other, who
             return (
                 f"after step {step} the {who} run saves {file}, and the {other} run does not: a"
                 " value that decides about it, such as the best one, is lost"

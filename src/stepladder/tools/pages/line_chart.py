@@ -224,15 +224,9 @@ def _make_hover_bands(values: Sequence[Sequence[str]], x_scale: Scale) -> list[M
 
 def _make_note(x: float, rows: Sequence[str]) -> list[Mark]:
     """Return a line at x, and the rows on the side that has more room."""
-    is_left = x < WIDTH / 2
+    offset, anchor = (8, "start") if x < WIDTH / 2 else (-8, "end")
     texts = [
-        make_text(
-            x + (8 if is_left else -8),
-            TOP + 30 + index * NOTE_ROW_HEIGHT,
-            row,
-            "start" if is_left else "end",
-            class_="over",
-        )
+        make_text(x + offset, TOP + 30 + index * NOTE_ROW_HEIGHT, row, anchor, class_="over")
         for index, row in enumerate(rows)
     ]
     return [Mark("path", d=f"M{x:.1f} {TOP}V{PLOT_BOTTOM}", stroke="currentColor"), *texts]

@@ -303,7 +303,7 @@ def _draw_speedups(sizes: list[SizeResult]) -> Figure:
     baseline = sizes[0]
     min_nproc = baseline.nproc
     has_law = len(sizes) >= MIN_SIZES_OF_LAW
-    max_nproc = sizes[-1].nproc * (2 if has_law else 1)
+    max_nproc = sizes[-1].nproc * (1 + has_law)
     curves = {"ideal": [(float(n), n / min_nproc) for n in (min_nproc, max_nproc)]}
     if has_law:
         law = fit_results(sizes)

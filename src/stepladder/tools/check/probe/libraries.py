@@ -8,7 +8,7 @@ from types import FunctionType, ModuleType
 
 LIBRARY_FOLDERS = ("/site-packages/", "/dist-packages/")
 PROBED = "torch"  # what uses it may keep functions that the probe replaces
-OWN_PACKAGE = "stepladder"
+OWN_NAME = "stepladder"
 DYNAMO = "torch._dynamo"  # keeps none, and takes as long to import as torch itself
 
 
@@ -36,7 +36,7 @@ def list_other_modules() -> dict[str, str]:
         name: file
         for name, file in files.items()
         if file.endswith(".py")
-        and package_of(name) not in {OWN_PACKAGE, *sys.stdlib_module_names}
+        and package_of(name) not in {OWN_NAME, *sys.stdlib_module_names}
         and not any(folder in file for folder in LIBRARY_FOLDERS)
     }
 
