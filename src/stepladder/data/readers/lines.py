@@ -85,7 +85,7 @@ def _read_head(file: DataFile) -> bytes:
     if head[:2] in UTF_16_MARKS or head[:2].count(0) == 1:
         problem = "it is UTF-16, not UTF-8"
         command = "iconv -f UTF-16 -t UTF-8"
-    elif b"\r" in head.strip(b"\r") and b"\n" not in head:
+    elif b"\r" in head.strip(b"\r") and b"\n" not in head and b"\0" not in head:
         problem = "its lines end with CR alone, as on old Macs"
         command = r"tr '\r' '\n' <"
     elif EXCEL_LINE.match(head):
