@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import ast
+import json
+import math
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from stepladder.tools.check.events import Print
 from stepladder.tools.check.recording import RankLog, Recording
 from stepladder.tools.convert.facts import ScriptFacts
+from stepladder.tools.convert.helpers import HELPERS
 from stepladder.tools.convert.ladder import compose
 from stepladder.tools.convert.rungs import (
     FIRST_STEPS,
@@ -147,12 +154,38 @@ def test_each_number_that_was_shown_has_its_expression(
     assert [item and source.text_of(item) for item in found] == shown
 
 
+def test_a_snapshot_has_what_an_object_changes() -> None:
+    names: dict[str, Any] = {"json": json, "torch": torch}
+    exec(HELPERS["Attributes"], names)  # as the converted script does
+    fixed = {"epochs": 3, "data": torch.ones(3), "model": torch.nn.Linear(1, 1)}
+
+    def make() -> tuple[SimpleNamespace, Any]:
+        owner = SimpleNamespace(best=math.inf, step=0, history=[], mean=torch.zeros(2), **fixed)
+        return owner, names["Attributes"](owner)
+
+    owner, attributes = make()
+    assert attributes.state_dict() == {}
+    owner.best, owner.step = np.float32(0.5), 7
+    owner.history.append({"loss": 0.25})
+    owner.mean += 1  # in place
+    owner.last = torch.ones(1, requires_grad=True) * 2
+    state = attributes.state_dict()
+    assert state.keys() == {"best", "step", "history", "mean", "last"}
+    resumed, parts = make()
+    parts.load_state_dict(state)
+    assert (resumed.best, resumed.step, resumed.history) == (0.5, 7, [{"loss": 0.25}])
+    assert torch.equal(resumed.mean, torch.ones(2)) and resumed.last.item() == 2
+    assert parts.state_dict().keys() == state.keys()  # the next snapshot has them too
+
+
 @pytest.mark.parametrize(
     ("lines", "deciding"),
     [
         (["x = mean(loader)", "print(x)", "if x < best: stop()"], "mean(loader)"),
         (["y = mean(loader)", "x = y", "print(x)", "if x < y: stop()"], "mean(loader)"),
         (["x = mean(loader)", "print(x)"], None),
+        (["x = mean(loader)", "x = y = mean(test)", "print(x)", "if x < best: stop()"], None),
+        (["y = x", "x = y", "print(x)", "if x < y: stop()"], None),
         (["x = mean(loader)", "print(x)", "if x < 9: x.backward()"], None),
         (["x = 0.0", "x += mean(loader)", "print(x)", "if x < best: stop()"], None),
     ],

@@ -172,28 +172,44 @@ def save_snapshot(path, parts, **values):
     save_once({**values, "parts": states, "random": generators}, path)''',
     "Attributes": '''\
 class Attributes:
-    """The numbers, texts and lists of an object that change in training, for a snapshot."""
+    """The numbers, texts, lists and tensors of an object that change in training."""
 
     def __init__(self, owner):
         self.owner = owner
+        self.kept = list(vars(owner).values())  # so that the id of none is used again
         self.before = self.read()
 
     def read(self):
-        texts = {}
+        marks = {}
         for name, value in vars(self.owner).items():
+            if isinstance(value, torch.Tensor):
+                marks[name] = id(value), value._version
+                continue
+            if getattr(value, "ndim", None) == 0:  # a number of NumPy
+                value = value.item()
             try:
                 text = json.dumps(value)
             except (TypeError, ValueError):
                 continue
             if json.loads(text) == value:
-                texts[name] = text
-        return texts
+                marks[name] = text
+        return marks
 
     def state_dict(self):
-        return dict(self.read().items() - self.before.items())
+        state = dict(self.read().items() - self.before.items())
+        for name, mark in state.items():
+            if not isinstance(mark, str):
+                state[name] = vars(self.owner)[name].detach()
+        return state
 
     def load_state_dict(self, state):
-        vars(self.owner).update({name: json.loads(text) for name, text in state.items()})''',
+        for name, value in state.items():
+            before = vars(self.owner).get(name)
+            if isinstance(value, str):
+                value = json.loads(value)
+            elif isinstance(before, torch.Tensor):
+                value = value.to(before.device)
+            vars(self.owner)[name] = value''',
     "load_snapshot": '''\
 def load_snapshot(path, parts):
     """Load a snapshot, if there is one, into the parts; return its values."""

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from stepladder.tools.check.relations.shown import SHOWN_NUMBER
-from stepladder.tools.check.script_source import dotted_name, find_nodes
+from stepladder.tools.check.script_source import dotted_name, find_nodes, stored_names
 from stepladder.tools.convert.source import SourceText
 
 FIELD_OF_PERCENT = re.compile(r"%(?P<name>)[-+#0]*[\d.]*[a-zA-Z]")
@@ -44,27 +44,23 @@ def find_deciding_value(file: SourceText, shown: ast.expr) -> ast.expr | None:
 
     Each process must decide alike, so the value itself is that of all, and not only what is shown.
     """
+    scope = file.scope_of(shown)
+    tests = [item.test for item in find_nodes(scope, ast.If)]
+    tests += [item.test for item in find_nodes(scope, ast.While)]
+    tested = {node.id for test in tests for node in find_nodes(test, ast.Name)}
+    stored = stored_names(scope)
+    known = {
+        target.id: item.value
+        for item in find_nodes(scope, ast.Assign)
+        for target in item.targets[:1]
+        if isinstance(target, ast.Name) and stored.count(target.id) == len(item.targets) == 1
+    }
+    for node in find_nodes(scope, ast.Attribute):
+        if node.attr == "backward":  # the loss, of which each process has its own
+            known.pop(dotted_name(node.value), None)
     value: ast.expr | None = shown
     while isinstance(value, ast.Name):
-        scope, name = file.scope_of(shown), value.id
-        names = [node for node in find_nodes(scope, ast.Name) if node.id == name]
-        decides = any(
-            isinstance(item, ast.If | ast.While) and item.test.lineno == node.lineno
-            for node in names
-            for item in file.parents_of(node)
-        )
-        assigned = [
-            item.value
-            for item in find_nodes(scope, ast.Assign)
-            if [dotted_name(each) for each in item.targets] == [name]
-        ]
-        is_assigned_once = sum(isinstance(node.ctx, ast.Store) for node in names) == 1
-        is_trained = any(
-            dotted_name(node) == f"{name}.backward" for node in find_nodes(scope, ast.Attribute)
-        )
-        if not decides or not is_assigned_once or not assigned or is_trained:
-            return None
-        value = assigned[0]
+        value = known.pop(value.id, None) if value.id in tested else None
     return value if value is not shown else None
 
 
