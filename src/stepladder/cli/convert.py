@@ -33,6 +33,8 @@ class _ConvertFlags:
             train_ddp if several files change.
         stop_signals: In rung h use stepladder.StopSignals, which stops before the time limit of a
             job of `submit` too. The converted script then imports stepladder.
+        to: script: rung by rung as below. job: a file for `stepladder train`, which trains it with
+            the same bits on any number of processes.
     """
 
     rung: Literal["a", "b", "c", "d", "e", "f", "g", "h"] = "h"
@@ -40,6 +42,7 @@ class _ConvertFlags:
     timeout: Wait = 120
     write: bool = False
     stop_signals: bool = False
+    to: Literal["script", "job"] = "script"
     as_json: AsJson = False
 
 
@@ -59,12 +62,13 @@ def command(script: Path, args: Words = (), **values: Any) -> int:
     """
     flags = _ConvertFlags(**values)
     validate_script(script, args)
-    target = _choose_target(script) if flags.write else None
+    is_job = flags.to == "job"
+    target = _choose_target(script, "job" if is_job else "ddp") if flags.write else None
     request = ConversionRequest(
-        script, args, flags.rung, flags.epochs, flags.timeout, flags.stop_signals
+        script, args, flags.rung, flags.epochs, flags.timeout, flags.stop_signals, is_job
     )
     result = convert(request, (lambda _: None) if flags.as_json else _show_rung)
-    is_partial = bool(result.stopped) and len(result.rungs) < TRAINS_ONE_MODEL
+    is_partial = bool(result.stopped) and len(result.rungs) < TRAINS_ONE_MODEL and not is_job
     written = write_files(result, script, target) if target and not is_partial else []
     if flags.as_json:
         echo_json(_json_of(result, written))
@@ -73,13 +77,13 @@ def command(script: Path, args: Words = (), **values: Any) -> int:
     return NOT_COMPLETE if result.stopped else 0
 
 
-def _choose_target(script: Path) -> Path:
+def _choose_target(script: Path, suffix: str) -> Path:
     """Return the path beside a script that the converted one gets.
 
     Raises:
         InputError: The file, or the folder for several files, exists.
     """
-    target = script.with_name(f"{script.stem}_ddp{script.suffix}")
+    target = script.with_name(f"{script.stem}_{suffix}{script.suffix}")
     for path in (target, target.with_suffix("")):
         if path.exists():
             raise InputError(f"--write: {path} exists", f"mv {path} {path}.old")
@@ -111,7 +115,7 @@ def write_files(result: Conversions, script: Path, target: Path) -> list[Path]:
 
 def _show_rung(proved: ProvedRung) -> None:
     rung = proved.rung
-    echo(f"rung {rung.letter}: {rung.title}")
+    echo(f"{'rung ' * (len(rung.letter) == 1)}{rung.letter}: {rung.title}")
     echo(f"  {rung.change} {rung.without}")
     for text in proved.diffs:
         echo("".join(f"    {line}\n" for line in text.splitlines()).rstrip())
@@ -131,10 +135,13 @@ def _show_end(
 ) -> None:
     arguments = "".join(f" {shlex.quote(text)}" for text in request.args)
     if result.stopped:
-        echo(f"not offered: rung {result.stopped}")
+        what = "a job" if request.to_job else "rung"
+        echo(f"not offered: {what} {result.stopped}")
     for path in written:
         echo(f"written: {path}")
-    if written:
+    if request.to_job and written:
+        echo(f"to train it on 2 processes: stepladder train {written[0]} --nproc 2 --sync exact")
+    elif written:
         number = result.num_processes
         started = f"{written[0]}{arguments}"
         echo(f"to start it on {number} processes: stepladder run --nproc {number} {started}")
@@ -144,8 +151,8 @@ def _show_end(
     elif is_partial:
         echo("not written: without rung c each process would train a model of its own")
     elif result.files and not written:
-        script = request.script
-        echo(f"to write it beside {script}: stepladder convert --write {script}{arguments}")
+        script, way = request.script, " --to job" * request.to_job
+        echo(f"to write it beside {script}: stepladder convert --write{way} {script}{arguments}")
 
 
 def _json_of(result: Conversions, written: list[Path]) -> dict[str, Any]:

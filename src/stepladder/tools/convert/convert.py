@@ -18,6 +18,7 @@ from stepladder.tools.check.events import LoadedLibraries
 from stepladder.tools.check.fork_servers import ForkServers
 from stepladder.tools.check.launch_style import LaunchStyle, find_modules_elsewhere, find_styles
 from stepladder.tools.check.script_source import read_source
+from stepladder.tools.convert import to_job
 from stepladder.tools.convert.facts import ScriptFacts
 from stepladder.tools.convert.ladder import RUNGS, Rung, compose
 from stepladder.tools.convert.proof import (
@@ -53,6 +54,7 @@ class ConversionRequest:
         epochs: The training passes of each run; 0 for two.
         timeout: The seconds that one run may take.
         imports_stepladder: Whether the converted script may import stepladder.
+        to_job: Whether a job is made of it, in place of a script.
     """
 
     script: Path
@@ -61,6 +63,7 @@ class ConversionRequest:
     epochs: int = 0
     timeout: float = 120.0
     imports_stepladder: bool = False
+    to_job: bool = False
 
 
 @dataclass(frozen=True)
@@ -116,7 +119,8 @@ def convert(
         starter = ScriptStarter(
             style, request.args, folder.resolve(), servers, request.epochs, request.timeout
         )
-        return Converter(request, style, starter).climb(on_rung)
+        converter = Converter(request, style, starter)
+        return converter.make_job(on_rung) if request.to_job else converter.climb(on_rung)
 
 
 class Converter:
@@ -161,6 +165,16 @@ class Converter:
             if rung.letter == self.request.last:
                 break
         return Conversions(proved, files, "", texts, self.num_processes)
+
+    def make_job(self, on_rung: Callable[[ProvedRung], None]) -> Conversions:
+        conversion = self.observe()
+        try:
+            text, proof, not_judged = to_job.write_job(self, conversion)
+        except CannotConvert as reason:
+            return Conversions(stopped=str(reason))
+        proved = ProvedRung(to_job.JOB, [text], proof, not_judged)
+        on_rung(proved)
+        return Conversions([proved], {conversion.main: text})
 
     def observe(self) -> Conversion:
         """Run the script as it is, on one process.

@@ -102,7 +102,7 @@ def prove(
             proof.broken.append(f"{where} it {reason}")
             return proof
         compared = _with_original_lines(started[name].recording, files)
-        _compare_run(proof, replace(original, compared=compared), relations, where, one)
+        compare_run(proof, replace(original, compared=compared), relations, where, one)
         one = compared
     return proof
 
@@ -121,7 +121,7 @@ def why_failed(started: Started) -> str:
     return "" if outcome.has_stepped else "makes no optimizer step"
 
 
-def _compare_run(
+def compare_run(
     proof: RungProof, runs: FrozenRuns, relations: frozenset[str], where: str, one: Recording | None
 ) -> None:
     """Add to the proof what holds and what does not, in one run of the converted script."""

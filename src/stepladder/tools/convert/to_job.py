@@ -1,0 +1,169 @@
+"""`stepladder convert --to job`: the script as a job, with its proof."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from stepladder.core.numbers import format_count
+from stepladder.tools.check.copying import copy_folder
+from stepladder.tools.check.events import Backward, Print
+from stepladder.tools.check.recording import Recording
+from stepladder.tools.convert.job import JobWriter
+from stepladder.tools.convert.ladder import Rung
+from stepladder.tools.convert.proof import RungProof, compare_run, why_failed
+from stepladder.tools.convert.rungs import Conversion
+from stepladder.tools.convert.source import CannotConvert, Edit
+from stepladder.tools.convert.starts import Start, Started, write_texts
+
+if TYPE_CHECKING:
+    from stepladder.tools.convert.convert import Converter
+
+JOB = Rung(
+    "job",
+    "train it as a job",
+    "The lines that make the model, the data and the loss become a file that `stepladder train` "
+    "trains; the loop is that of stepladder.",
+    "Results would depend on the number of processes, and a kill would cost the run.",
+    (),
+)
+EPOCHS = "epochs of the job:"
+SAME_LOSS = 1e-4
+SAME_SUM = 1e-3
+STEPS = 4
+
+
+def write_job(converter: Converter, conversion: Conversion) -> tuple[str, RungProof, list[str]]:
+    """Return a job of a script, what proves it, and what is not in it.
+
+    Raises:
+        CannotConvert: The script has no such job, or the job is not what the script is.
+    """
+    writer = JobWriter(conversion, converter.request.args, converter.request.epochs or 2)
+    scripts = {"whole": writer.write_proof(False), "halved": writer.write_proof(True)}
+    counting = {name: file.text for name, file in conversion.files.items()}
+    counting[conversion.main] = writer.file.apply(list(_count_epochs(writer))).text
+    starts = {
+        "script": Start(counting, frozen=""),
+        "whole": Start({conversion.main: scripts["whole"]}, frozen=""),
+        "halved": Start({conversion.main: scripts["halved"]}),
+    }
+    started = converter.starter.run(starts)
+    proof = prove_job(converter, writer, started)
+    shown = [event.text.split() for event in started["script"].recording.ranks[0].select(Print)]
+    lengths = [int(words[-1]) for words in shown if words[:-1] == EPOCHS.split()]
+    writer.epochs = lengths[0] if lengths else 1
+    text = writer.write(means=find_means(writer, started["halved"].recording))
+    proof.holds.append(verify(converter, conversion.main, text))
+    not_judged = [f"{conversion.main}: lines {_list(writer.left_out())} are not in the job"]
+    return text, proof, not_judged * bool(writer.left_out())
+
+
+def _count_epochs(writer: JobWriter) -> Iterator[Edit]:
+    loop = writer.training.epoch_loop
+    if loop:
+        text = writer.file.text_of(loop.iter)
+        yield writer.file.insert_before(
+            loop, f'print("{EPOCHS}", len({text}) if hasattr({text}, "__len__") else 1)'
+        )
+
+
+def _list(numbers: list[int]) -> str:
+    return ", ".join(map(str, numbers))
+
+
+def prove_job(converter: Converter, writer: JobWriter, started: Mapping[str, Started]) -> RungProof:
+    """Compare the losses of the job with those of the script, and the mean of two parts of a batch.
+
+    Raises:
+        CannotConvert: They differ.
+    """
+    for name, item in started.items():
+        if reason := why_failed(item):
+            raise CannotConvert(f"the {name} job {reason}")
+    script, whole = [_first_losses(started[name].recording) for name in ("script", "whole")]
+    pairs = list(zip(script, whole, strict=False))
+    different = [pair for pair in pairs if not math.isclose(*pair, rel_tol=SAME_LOSS)]
+    if different or not pairs:
+        raise CannotConvert(
+            f"its losses are {_show(whole)}, and those of the script {_show(script)}"
+        )
+    proof = RungProof()
+    proof.holds.append(f"losses: those of the script in {format_count(len(pairs), 'step')}")
+    if writer.facts.models_with_batch_norm:
+        proof.holds.append("batch norm sees a microbatch: its size is --microbatch")
+        return proof
+    runs = replace(converter.original, compared=started["halved"].recording)
+    compare_run(proof, runs, frozenset({"samples", "gradients"}), "of halved batches", None)
+    if proof.broken:
+        raise CannotConvert(
+            f"{'; '.join(proof.broken)}: the loss is no mean over samples, so return its sum and "
+            "count in a job of your own"
+        )
+    return proof
+
+
+def _first_losses(recording: Recording) -> list[float]:
+    passes = recording.ranks[0].training_passes[:1]
+    events = [event for item in passes for event in item.select(Backward)]
+    return [event.loss for event in events if event.loss is not None]
+
+
+def _show(losses: list[float]) -> str:
+    return ", ".join(f"{loss:.4g}" for loss in losses[:3]) or "none"
+
+
+def find_means(writer: JobWriter, recording: Recording) -> set[str]:
+    """Return which metrics of a batch are the mean of those of its parts.
+
+    One that is neither the mean nor the sum is taken out of the job.
+    """
+    parts: dict[str, list[list[float]]] = {name: [] for name in writer.metrics}
+    for event in recording.ranks[0].select(Print):
+        match event.text.split():
+            case ["part", name, *numbers] if name in parts:
+                parts[name].append([float(number) for number in numbers])
+    means = set()
+    for name, rows in parts.items():
+        whole = rows[0][2] if rows else math.nan
+        if math.isclose(sum(value for _, value, _ in rows), whole, rel_tol=SAME_SUM):
+            continue
+        if math.isclose(sum(share * value for share, value, _ in rows), whole, rel_tol=SAME_SUM):
+            means.add(name)
+        else:
+            del writer.metrics[name]
+    if not writer.metrics:
+        writer.evaluation = None
+    return means
+
+
+def verify(converter: Converter, main: str, text: str) -> str:
+    """Train the job on one and two processes, with a stop and a resume, and compare all bits.
+
+    Raises:
+        CannotConvert: They differ, or the job is refused.
+    """
+    copy = converter.starter.scratch / "job"
+    copy_folder(converter.style.root, copy)
+    write_texts(copy, {**converter.starter.modules, main: text})
+    command = [sys.executable, "-m", "stepladder", "verify", str(copy / main)]
+    command += ["--nproc", "1,2", "--steps", str(STEPS), "--device", "cpu"]
+    timeout = converter.request.timeout
+    try:
+        done = subprocess.run(
+            command,
+            cwd=copy / converter.style.subfolder,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise CannotConvert("verify takes longer than --timeout allows") from error
+    lines = [*done.stdout.strip().splitlines(), *done.stderr.strip().splitlines()]
+    if done.returncode:
+        raise CannotConvert(lines[-1] if lines else f"verify ends with {done.returncode}")
+    return f"weights: the same bits on 1 and 2 processes in {STEPS} steps, and after a resume"
