@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 import tomllib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -93,7 +94,12 @@ class ConvertedScript:
         return len(rungs[-1]["held"]) if rungs else 0
 
 
-def convert_script(entry: dict[str, Any], copies: Path) -> ConvertedScript:
+TO_GOAL = ("--rung", GOAL)
+
+
+def convert_script(
+    entry: dict[str, Any], copies: Path, flags: Sequence[str] = TO_GOAL
+) -> ConvertedScript:
     """Convert one script in a copy of its repository."""
     with tempfile.TemporaryDirectory() as scratch:
         repository = Path(scratch) / entry["repository"].rpartition("/")[2]
@@ -104,7 +110,7 @@ def convert_script(entry: dict[str, Any], copies: Path) -> ConvertedScript:
             for path in paths:
                 DATA[kind](folder / path)
         command = [sys.executable, "-m", "stepladder", "convert", "--json"]
-        command += ["--rung", GOAL, "--timeout", str(MAX_SECONDS_OF_RUN)]
+        command += [*flags, "--timeout", str(MAX_SECONDS_OF_RUN)]
         begin = time.monotonic()
         ran = subprocess.run(
             [*command, *entry.get("flags", []), *shlex.split(entry["command"])],

@@ -86,9 +86,16 @@ def _remove_folder(folder: Path, pid: int) -> None:
 
 
 def _remove_abandoned(parent: str) -> None:
-    """Remove the folders of processes that have ended without removing them."""
+    """Remove the folders of processes that have ended without removing them.
+
+    A folder in which something is mounted is in use, though in an overlay, as the sandbox of
+    `check` has it, its lock seems free.
+    """
+    mounts = ""
+    with suppress(OSError):  # there is no /proc
+        mounts = Path("/proc/self/mountinfo").read_text()
     for entry in os.scandir(parent):
-        if not MKDTEMP_NAME.fullmatch(entry.name):
+        if not MKDTEMP_NAME.fullmatch(entry.name) or f"/{entry.name}/" in mounts:
             continue
         with suppress(OSError):  # it was removed meanwhile, or its process lives
             folder = os.open(entry.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)

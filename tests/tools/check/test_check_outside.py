@@ -24,6 +24,7 @@ import torch
 import stepladder
 import stepladder_exchange
 from stepladder.core.errors import InputError
+from stepladder.core.scratch import temporary_folder
 from stepladder.tools.check.isolation import kernel, sandbox
 from stepladder.tools.check.isolation.sandbox import (
     MECHANISM_VARIABLE,
@@ -163,6 +164,28 @@ def test_an_overlay_that_cannot_be_mounted_costs_no_other_one(
         for descriptor in descriptors:
             os.close(descriptor)
     assert [folder for folder in plan.overlays if folder in upper_layers] == [str(outside)]
+
+
+def test_a_program_in_the_sandbox_leaves_the_folder_that_is_in_use() -> None:
+    """In an overlay a lock seems free, and stepladder removes folders that nobody locks."""
+    needs("namespace")
+    code = "from stepladder.core.scratch import get_scratch_folder; print(get_scratch_folder())"
+    with temporary_folder() as scratch:
+        (scratch / "folder").mkdir()
+        (scratch / "folder" / "train.py").touch()
+        folders = SandboxFolders(scratch.resolve(), scratch / "copy", scratch / "folder")
+        written = (str(Path(tempfile.gettempdir()).resolve() / "file"),)
+        with closing(sandbox.Sandbox(replace(folders, written_paths=written))) as made:
+            assert made.upper_layers
+            ran = subprocess.run(
+                made.command([sys.executable, "-c", code]),
+                pass_fds=made.descriptors,
+                capture_output=True,
+                text=True,
+                check=True,
+            )
+            assert "stepladder." in ran.stdout
+            assert (scratch / "copy" / "train.py").exists()
 
 
 def needs(mechanism: str) -> None:

@@ -5,17 +5,16 @@ from __future__ import annotations
 import ast
 import builtins
 import textwrap
-from collections.abc import Container, Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
+from symtable import symtable
 
 from stepladder.core.numbers import format_count
 from stepladder.tools.check.events import BeforeStep
 from stepladder.tools.check.script_source import (
     argument_of,
-    dotted_name,
     find_nodes,
     last_name,
     parameters_of,
@@ -37,6 +36,25 @@ class Config:
     epochs: int = {}
     global_batch: int = {}
     seed: int = 0"""
+WHOLE_LOOP = """\
+for _ in range({passes}):
+    {model}.train()
+    for batch in {loader}:
+        {optimizer}.zero_grad()
+        loss({model}, batch).backward()
+        {step}
+"""
+HALVED_LOOP = """\
+weights = None
+for _ in range({passes}):
+    {model}.train()
+    for batch in {loader}:
+        weights = weights or weigh(loss, {model}, batch)
+        {optimizer}.zero_grad()
+        for (part, share), weight in zip(halves(batch), weights):
+            loss({model}, part).backward(torch.tensor(weight))
+        {step}
+"""
 COMPARED = """\
 {0}.eval()
 with torch.no_grad():
@@ -44,7 +62,8 @@ with torch.no_grad():
     whole = metrics({0}, batch)
     for part, share in halves(batch):
         for name, (value, _) in metrics({0}, part).items():
-            print("part", name, float(share), float(value), float(whole[name][0]))"""
+            print("part", name, share, float(value), float(whole[name][0]))
+"""
 HALVES = """\
 def size_of(item):
     parts = item.values() if isinstance(item, dict) else item
@@ -61,7 +80,17 @@ def halves(batch):
     size = size_of(batch)
     for part in (slice(size // 2), slice(size // 2, size)):
         if share := len(range(size)[part]) / size:
-            yield take(batch, part), torch.tensor(share)
+            yield take(batch, part), share
+
+def weigh(loss, model, batch):
+    model.eval()
+    with torch.no_grad():
+        parts = [(float(loss(model, part)), share) for part, share in halves(batch)]
+        whole = float(loss(model, batch))
+    model.train()
+    is_sum = abs(sum(value for value, _ in parts) - whole) < 1e-3 * abs(whole)
+    print("loss is sum" if is_sum else "loss is mean")
+    return [1.0 if is_sum else share for _, share in parts]
 """
 
 
@@ -85,8 +114,14 @@ class Piece:
 
     @cached_property
     def loads(self) -> set[str]:
-        """The names that it reads or binds, but for Python's own."""
-        names = {node.id for node in find_nodes(self.statement, ast.Name)}
+        """The names from outside of its functions that it reads or binds, but for Python's own."""
+        module = symtable(self.text, "", "exec")
+        names = set(module.get_identifiers())
+        tables = module.get_children()
+        while tables:
+            table = tables.pop()
+            names |= {item.get_name() for item in table.get_symbols() if item.is_global()}
+            tables += table.get_children()
         return names - vars(builtins).keys()
 
     @cached_property
@@ -101,10 +136,22 @@ class Piece:
         names = set(stored_names(item))
         for node in ast.walk(item):
             if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
-                names.add(dotted_name(node.value.func).partition(".")[0])
+                names.add(_root(node.value.func))
             elif isinstance(node, ast.Attribute | ast.Subscript):
                 names |= {_root(node)} if isinstance(node.ctx, ast.Store) else set()
         return names
+
+    @property
+    def may_change(self) -> set[str]:
+        """The names that it changes, and those that it gives to calls without a result."""
+        statements = find_nodes(self.statement, ast.Expr)
+        calls = [item.value for item in statements if isinstance(item.value, ast.Call)]
+        given = [
+            {node.id for node in find_nodes(call, ast.Name)}
+            for call in calls
+            if last_name(call.func) not in vars(builtins)
+        ]
+        return self.changes.union(*given)
 
 
 @dataclass(frozen=True)
@@ -132,18 +179,19 @@ def _root(node: ast.expr) -> str:
     return node.id if isinstance(node, ast.Name) else ""
 
 
-def keep_needed(pieces: list[Piece], names: set[str], given: Iterable[str] = ()) -> list[Piece]:
+def keep_needed(pieces: list[Piece], names: set[str], given: str = "") -> list[Piece]:
     """Return the statements that make or change what is named, and what these need.
 
     Args:
         pieces: The statements in their order.
         names: The names that are needed after them.
-        given: Those that have their values from elsewhere.
+        given: The parameter of a function that they become, which changes nothing else that a call
+            gets; empty where they are done once.
     """
-    needed, kept = {*names, "annotations"}.difference(given), []
+    needed, kept = {*names, "annotations"} - {given}, []
     for piece in reversed(pieces):
-        if piece.changes & needed:
-            needed |= piece.loads.difference(given)
+        if (piece.changes if given else piece.may_change) & needed:
+            needed |= piece.loads - {given}
             kept.append(piece)
     return kept[::-1]
 
@@ -153,10 +201,12 @@ def free_names(pieces: list[Piece]) -> set[str]:
     free: set[str] = set()
     bound: set[str] = set()
     for piece in pieces:
-        stored = set(stored_names(piece.statement))
-        read = {n.id for n in find_nodes(piece.statement, ast.Name) if isinstance(n.ctx, ast.Load)}
-        free |= read - vars(builtins).keys() - bound
-        bound |= stored
+        item = piece.statement
+        names = find_nodes(item, ast.Name)
+        read = {node.id for node in names if not isinstance(node.ctx, ast.Store)}
+        inner = [item] if hasattr(item, "body") else find_nodes(item, ast.comprehension)
+        free |= read - vars(builtins).keys() - bound.union(*map(stored_names, inner))
+        bound |= set(stored_names(item))
     return free
 
 
@@ -252,6 +302,12 @@ class BatchLoop:
                 text = f"{frame.bound[root]}{dot}{rest}"
         return text
 
+    @property
+    def count(self) -> str:
+        """How many samples a batch has."""
+        first = self.target.elts[0] if isinstance(self.target, ast.Tuple) else self.target
+        return f"len({self.file.text_of(first)})"
+
     def name_of(self, model: int, facts: ScriptFacts) -> str:
         """Return the name of a model in the function of the loop.
 
@@ -278,7 +334,8 @@ class BatchLoop:
         pieces: list[Piece] = []
         for frame in self.frames:
             pieces += [*_bindings(frame) * frame.is_in_epoch, *map(self.piece, frame.in_epoch)]
-        return [*pieces, *map(self.piece, body)]
+        batch = f"{self.file.text_of(self.target).strip('()')} = batch"
+        return [*pieces, Piece(batch), *map(self.piece, body)]
 
     def piece(self, statement: ast.stmt) -> Piece:
         """Return a statement with the comments above it, and with the script's arguments."""
@@ -307,16 +364,14 @@ class BatchLoop:
         """
         parameter = model if model.isidentifier() else "model"
         end = Piece(f"return_value = {returned}")
-        batch = Piece(f"{self.file.text_of(self.target)} = batch")
-        kept = keep_needed(pieces, end.loads, {parameter, *stored_names(self.target)})
-        needed = free_names([batch, *kept, end]) - {parameter, "batch"}
+        kept = [p for p in keep_needed(pieces, end.loads, parameter) if p.text != "batch = batch"]
+        needed = free_names([*kept, end]) - {parameter, "batch"}
         loops = [self.loop, *([self.epoch_loop.target] if self.epoch_loop else [])]
         unknown = needed & self.counters.union(*map(stored_names, loops))
         if unknown - {model.partition(".")[0]}:
             what = f"needs {min(unknown)} for its {name}, which a job does not know"
             raise self.refusal(self.loop.lineno, what)
-        lines = [batch.text] * (batch.text != "batch = batch")
-        lines += [line for piece in kept for line in piece.text.splitlines()]
+        lines = [line for piece in kept for line in piece.text.splitlines()]
         lines.append(f"return {returned}")
         inner = [f"{INDENT}{line}".rstrip() for line in lines]
         text = "\n".join([f"def {name}({parameter}, batch):", *inner])
@@ -374,8 +429,10 @@ class JobWriter:
         self.find_schedules()
         self.metrics: dict[str, str] = {}
         self.evaluation: BatchLoop | None = None
-        with suppress(CannotConvert):
+        try:
             self.find_metrics(epoch_loop, args)
+        except CannotConvert:
+            self.evaluation = None
 
     def call_in_loop(self, name: str, lines: Container[int]) -> ast.Call:
         loop = self.training.loop
@@ -407,8 +464,17 @@ class JobWriter:
         self.optimizer = self.training.resolve(self.optimizer_here)
         body = self.training.loop.body
         pieces = self.training.in_epoch(body[: body.index(self.file.statement_at(backward.lineno))])
-        returned = self.file.text_of(value)
-        self.loss = self.training.make_function("loss", self.model_here, pieces, returned)
+        self.made = pieces
+        self.value = self.file.text_of(value)
+        self.is_sum = False
+        self.loss = self.make_loss_function()
+
+    def make_loss_function(self, is_sum: bool = False) -> MadeFunction:
+        """Return the function for the loss, which may be a sum over the batch."""
+        returned = self.value
+        if is_sum:  # a step has the gradient of a batch's sum
+            returned = f"{self.value}, {self.training.count} / config.global_batch"
+        return self.training.make_function("loss", self.model_here, self.made, returned)
 
     def find_loader(self, conversion: Conversion) -> None:
         """Find what the loader is made with.
@@ -486,15 +552,15 @@ class JobWriter:
             if any(self.model_in_evaluation in each for each in used):
                 self.metrics[node.target.id] = text
         self.evaluation = loop if self.metrics else None
+        if self.metrics:
+            self.make_metrics(())
 
     def make_metrics(self, means: Container[str]) -> MadeFunction:
         """Return the function for the metrics, of which some are means and others sums."""
         loop = self.evaluation
         assert loop is not None
-        first = loop.target.elts[0] if isinstance(loop.target, ast.Tuple) else loop.target
-        count = f"len({self.file.text_of(first)})"
         sums = [
-            f'"{name}": ({text}{f" * {count}" * (name in means)}, {count})'
+            f'"{name}": ({text}{f" * {loop.count}" * (name in means)}, {loop.count})'
             for name, text in self.metrics.items()
         ]
         pieces = [
@@ -528,40 +594,50 @@ class JobWriter:
             *[f"clip_norm={self.norm}"] * bool(self.norm),
         ]
         end = "\n".join(["return Job(", *(f"{INDENT}{item}," for item in arguments), ")"])
-        return self.compose(functions, end, Piece(f"_ = {arguments}".replace("'", "")).loads)
+        return self.compose(functions, end, Piece(f"_ = Job({', '.join(arguments)})").loads)
 
-    def write_proof(self, is_halved: bool) -> str:
-        """Return a script that trains by the job's functions, over the script's own loader."""
+    def write_proof(self, is_halved: bool = False, is_whole: bool = True) -> str:
+        """Return a script that trains by the job's functions, over the script's own loader.
+
+        Args:
+            is_halved: Whether each batch has two parts.
+            is_whole: Whether it has all that the script does before, so that it draws what that
+                draws.
+        """
         step = [f"torch.nn.utils.{CLIPPING}({self.model}.parameters(), {self.norm})"]
         step = step * bool(self.norm) + [f"{self.optimizer}.step()"]
         step += [f"{name}.step()" for name, per in self.schedules.items() if per == "step"]
-        pass_ = [f"loss({self.model}, batch).backward()"]
-        if is_halved:
-            pass_ = ["for part, share in halves(batch):"]
-            pass_ += [f"{INDENT}loss({self.model}, part).backward(share)"]
-        inner = [f"{self.optimizer}.zero_grad()", *pass_, *step]
-        end = [f"for _ in range({self.passes}):", f"{INDENT}{self.model}.train()"]
-        end += [f"{INDENT}for batch in {self.training.loader}:"]
-        end += [f"{INDENT * 2}{line}" for line in inner]
+        names = {"model": self.model, "loader": self.training.loader, "passes": self.passes}
+        names |= {"optimizer": self.optimizer, "step": f"\n{INDENT * 2}".join(step)}
+        end = (HALVED_LOOP if is_halved else WHOLE_LOOP).format(**names)
         functions = [self.loss]
         used = {"torch"}
         if self.evaluation and is_halved:
             functions.append(self.make_metrics(()))
             used.add(self.evaluation.loader.partition(".")[0])
-            end = [*COMPARED.format(self.model, self.evaluation.loader).splitlines(), *end]
+            end += COMPARED.format(self.model, self.evaluation.loader)
         texts = [self.model, self.optimizer, self.training.loader, self.norm, *self.schedules]
         used |= {name for text in texts if text for name in Piece(f"_ = {text}").loads}
-        text = self.compose(functions, "\n".join(end), used)
+        text = self.compose(functions, end, used, is_whole)
         return f"{text}\n\nimport torch\n{HALVES}\nbuild(Config())\n"
 
-    def compose(self, functions: list[MadeFunction], end: str, used: set[str]) -> str:
-        """Return a job file whose `build` has functions, and ends with some lines."""
+    def compose(
+        self, functions: list[MadeFunction], end: str, used: set[str], is_whole: bool = False
+    ) -> str:
+        """Return a job file whose `build` has functions, and ends with some lines.
+
+        Args:
+            functions: The functions.
+            end: The lines.
+            used: The names that they need.
+            is_whole: Whether it has also what nothing needs.
+        """
         pieces = self.training.before_epochs()
         if self.evaluation:
             known = {piece.line for piece in pieces}
             pieces += [p for p in self.evaluation.before_epochs() if p.line not in known]
         needed = used.union(*(item.needed for item in functions)) - {"Job", "loss", "metrics"}
-        kept = keep_needed(pieces, needed)
+        kept = pieces if is_whole else keep_needed(pieces, needed)
         self.check_names(kept)
         top = _find_top(kept)
         imports = [piece.text for piece in top if isinstance(piece.statement, IMPORTS)]

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
+import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from stepladder.core.numbers import format_count
-from stepladder.tools.check.copying import copy_folder
 from stepladder.tools.check.events import Backward, Print
-from stepladder.tools.check.recording import Recording
+from stepladder.tools.check.isolation.sandbox import Sandbox, SandboxFolders
 from stepladder.tools.convert.job import JobWriter
 from stepladder.tools.convert.ladder import Rung
 from stepladder.tools.convert.proof import RungProof, compare_run, why_failed
@@ -32,6 +33,7 @@ JOB = Rung(
     (),
 )
 EPOCHS = "epochs of the job:"
+SUM = "loss is sum"
 SAME_LOSS = 1e-4
 SAME_SUM = 1e-3
 STEPS = 4
@@ -44,23 +46,28 @@ def write_job(converter: Converter, conversion: Conversion) -> tuple[str, RungPr
         CannotConvert: The script has no such job, or the job is not what the script is.
     """
     writer = JobWriter(conversion, converter.request.args, converter.request.epochs or 2)
-    scripts = {"whole": writer.write_proof(False), "halved": writer.write_proof(True)}
     counting = {name: file.text for name, file in conversion.files.items()}
     counting[conversion.main] = writer.file.apply(list(_count_epochs(writer))).text
     starts = {
         "script": Start(counting, frozen=""),
-        "whole": Start({conversion.main: scripts["whole"]}, frozen=""),
-        "halved": Start({conversion.main: scripts["halved"]}),
+        "whole": Start({conversion.main: writer.write_proof()}, frozen=""),
+        "sliced": Start({conversion.main: writer.write_proof(is_whole=False)}, frozen=""),
+        "halved": Start({conversion.main: writer.write_proof(is_halved=True)}),
     }
     started = converter.starter.run(starts)
     proof = prove_job(converter, writer, started)
-    shown = [event.text.split() for event in started["script"].recording.ranks[0].select(Print)]
+    shown = _shown_words(started["script"])
     lengths = [int(words[-1]) for words in shown if words[:-1] == EPOCHS.split()]
     writer.epochs = lengths[0] if lengths else 1
-    text = writer.write(means=find_means(writer, started["halved"].recording))
+    if any(words == SUM.split() for words in _shown_words(started["halved"])):
+        writer.loss = writer.make_loss_function(is_sum=True)
+    text = writer.write(means=find_means(writer, started["halved"]))
     proof.holds.append(verify(converter, conversion.main, text))
-    not_judged = [f"{conversion.main}: lines {_list(writer.left_out())} are not in the job"]
-    return text, proof, not_judged * bool(writer.left_out())
+    left_out = ", ".join(map(str, writer.left_out()))
+    not_judged = [f"{conversion.main}: lines {left_out} are not in the job"] * bool(left_out)
+    if _first_losses(started["sliced"]) != _first_losses(started["whole"]):
+        not_judged.append("lines before the training that the job leaves out draw random numbers")
+    return text, proof, not_judged
 
 
 def _count_epochs(writer: JobWriter) -> Iterator[Edit]:
@@ -72,8 +79,8 @@ def _count_epochs(writer: JobWriter) -> Iterator[Edit]:
         )
 
 
-def _list(numbers: list[int]) -> str:
-    return ", ".join(map(str, numbers))
+def _shown_words(started: Started) -> list[list[str]]:
+    return [event.text.split() for event in started.recording.ranks[0].select(Print)]
 
 
 def prove_job(converter: Converter, writer: JobWriter, started: Mapping[str, Started]) -> RungProof:
@@ -85,7 +92,7 @@ def prove_job(converter: Converter, writer: JobWriter, started: Mapping[str, Sta
     for name, item in started.items():
         if reason := why_failed(item):
             raise CannotConvert(f"the {name} job {reason}")
-    script, whole = [_first_losses(started[name].recording) for name in ("script", "whole")]
+    script, whole = [_first_losses(started[name]) for name in ("script", "whole")]
     pairs = list(zip(script, whole, strict=False))
     different = [pair for pair in pairs if not math.isclose(*pair, rel_tol=SAME_LOSS)]
     if different or not pairs:
@@ -101,14 +108,13 @@ def prove_job(converter: Converter, writer: JobWriter, started: Mapping[str, Sta
     compare_run(proof, runs, frozenset({"samples", "gradients"}), "of halved batches", None)
     if proof.broken:
         raise CannotConvert(
-            f"{'; '.join(proof.broken)}: the loss is no mean over samples, so return its sum and "
-            "count in a job of your own"
+            f"{'; '.join(proof.broken)}: the loss is neither a mean nor a sum over samples"
         )
     return proof
 
 
-def _first_losses(recording: Recording) -> list[float]:
-    passes = recording.ranks[0].training_passes[:1]
+def _first_losses(started: Started) -> list[float]:
+    passes = started.recording.ranks[0].training_passes[:1]
     events = [event for item in passes for event in item.select(Backward)]
     return [event.loss for event in events if event.loss is not None]
 
@@ -117,14 +123,14 @@ def _show(losses: list[float]) -> str:
     return ", ".join(f"{loss:.4g}" for loss in losses[:3]) or "none"
 
 
-def find_means(writer: JobWriter, recording: Recording) -> set[str]:
+def find_means(writer: JobWriter, started: Started) -> set[str]:
     """Return which metrics of a batch are the mean of those of its parts.
 
     One that is neither the mean nor the sum is taken out of the job.
     """
     parts: dict[str, list[list[float]]] = {name: [] for name in writer.metrics}
-    for event in recording.ranks[0].select(Print):
-        match event.text.split():
+    for words in _shown_words(started):
+        match words:
             case ["part", name, *numbers] if name in parts:
                 parts[name].append([float(number) for number in numbers])
     means = set()
@@ -147,23 +153,27 @@ def verify(converter: Converter, main: str, text: str) -> str:
     Raises:
         CannotConvert: They differ, or the job is refused.
     """
-    copy = converter.starter.scratch / "job"
-    copy_folder(converter.style.root, copy)
-    write_texts(copy, {**converter.starter.modules, main: text})
-    command = [sys.executable, "-m", "stepladder", "verify", str(copy / main)]
-    command += ["--nproc", "1,2", "--steps", str(STEPS), "--device", "cpu"]
-    timeout = converter.request.timeout
-    try:
-        done = subprocess.run(
-            command,
-            cwd=copy / converter.style.subfolder,
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise CannotConvert("verify takes longer than --timeout allows") from error
-    lines = [*done.stdout.strip().splitlines(), *done.stderr.strip().splitlines()]
+    style, starter = converter.style, converter.starter
+    folders = SandboxFolders(starter.scratch, starter.scratch / "job", style.root, starter.args)
+    with closing(Sandbox(folders)) as sandbox:
+        write_texts(folders.copy, {**starter.modules, main: text})
+        has_namespace = sandbox.mechanism == "namespace"
+        folder = (style.root if has_namespace else folders.copy) / style.subfolder
+        command = [sys.executable, "-m", "stepladder", "verify", style.script.name]
+        command += ["--nproc", "1,2", "--steps", str(STEPS), "--device", "cpu"]
+        try:
+            done = subprocess.run(
+                sandbox.command(command, folder),
+                env=os.environ | sandbox.variables(),
+                pass_fds=sandbox.descriptors,
+                capture_output=True,
+                text=True,
+                timeout=starter.timeout_s,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise CannotConvert("verify takes longer than --timeout allows") from error
+    lines = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
     if done.returncode:
-        raise CannotConvert(lines[-1] if lines else f"verify ends with {done.returncode}")
+        errors = [line for line in lines if "Error" in line or line.startswith("error")]
+        raise CannotConvert(f"verify: {[*errors, *lines[-1:]][0]}")
     return f"weights: the same bits on 1 and 2 processes in {STEPS} steps, and after a resume"

@@ -1,0 +1,159 @@
+"""`convert --to job`: a job of the script's own lines, or a sentence why there is none."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from processes import run
+from stepladder.tools.convert.convert import ConversionRequest, Conversions, convert
+from stepladder.tools.convert.job import Piece, free_names, keep_needed
+
+EXAMPLE = Path(__file__).parents[3] / "docs" / "examples" / "one_process.py"
+# All that a job takes: arguments, a summed loss, a schedule for each epoch, a limit of gradients.
+OF_A_MODULE = """\
+import argparse
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--hidden", type=int, default=4)
+args = parser.parse_args()
+EPOCHS = 3
+
+
+class Net(nn.Module):
+    def __init__(self, hidden):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, hidden), nn.ReLU(), nn.Linear(hidden, 1))
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+def distance(output, target):
+    return (output - target).abs().mean() * args.hidden
+
+
+torch.manual_seed(0)
+x = torch.randn(120, 4)
+loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), 20, shuffle=True)
+test_loader = DataLoader(TensorDataset(x[:50], x[:50].sum(1, keepdim=True)), 25)
+net = Net(args.hidden)
+nn.init.zeros_(net.layers[0].bias)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+for epoch in range(EPOCHS):
+    net.train()
+    for step, (inputs, targets) in enumerate(loader):
+        optimizer.zero_grad()
+        output = net(inputs)
+        loss = (output - targets).square().sum()
+        loss.backward()
+        nn.utils.clip_grad_norm_(net.parameters(), 100.0)
+        optimizer.step()
+        if step % 2 == 0:
+            print(step, loss.item())
+    schedule.step()
+    total = 0.0
+    with torch.no_grad():
+        for inputs, targets in test_loader:
+            total += distance(net(inputs), targets).item()
+    print(epoch, total / len(test_loader))
+"""
+REFUSED = {
+    "needs epoch for its loss": ("sum()\n", "sum() * (1 + epoch)\n"),
+    "does not call step once for each batch": (
+        "        optimizer.step()\n",
+        "        if step % 2:\n            optimizer.step()\n",
+    ),
+    "neither a mean nor a sum over samples": (".sum()\n", ".sum().sqrt()\n"),
+    "reads samples in an order of its own": (
+        "20, shuffle=True",
+        "20, sampler=torch.utils.data.RandomSampler(x)",
+    ),
+    "its losses are": ("        if step % 2 == 0:", "        net.layers[0].bias.data += 1\n        if True:"),
+}  # fmt: skip
+
+ranks = pytest.mark.ranks
+
+
+def convert_in(folder: Path, monkeypatch: pytest.MonkeyPatch, args: tuple[str, ...]) -> Conversions:
+    monkeypatch.chdir(folder)
+    return convert(ConversionRequest(folder / "train.py", args, to_job=True))
+
+
+def test_what_nothing_needs_is_left_out() -> None:
+    lines = ["a = 1", "b = a", "c = 2", "b.append(c)", "log(b)", "print(b)", "d = [c for c in b]"]
+    pieces = list(map(Piece, lines))
+    assert [piece.text for piece in keep_needed(pieces, {"d"})] == [*lines[:5], lines[6]]
+    in_a_function = [piece.text for piece in keep_needed(pieces, {"d"}, "model")]
+    assert in_a_function == [*lines[:4], lines[6]]
+    assert free_names(list(map(Piece, [lines[6], "e = d + f"]))) == {"b", "f"}
+
+
+@pytest.mark.parametrize(
+    ("line", "loads", "changes"),
+    [
+        ("args.lr = rate", {"args", "rate"}, {"args"}),
+        ("def f(x):\n    y = x\n    return y + z", {"f", "z"}, {"f"}),
+        ("import torch.nn as nn", {"nn"}, {"nn"}),
+        ("values[i] += 1", {"values", "i"}, {"values"}),
+        ("if a:\n    model.cuda()", {"a", "model"}, {"model"}),
+    ],
+)
+def test_what_a_statement_reads_and_changes(line: str, loads: set[str], changes: set[str]) -> None:
+    assert (Piece(line).loads, Piece(line).changes) == (loads, changes)
+
+
+@ranks
+@pytest.mark.slow
+def test_the_job_of_the_example_is_trained(tmp_path: Path) -> None:
+    shutil.copy(EXAMPLE, tmp_path)
+    made = run("convert", "--to", "job", "--write", EXAMPLE.name, cwd=tmp_path)
+    assert made.returncode == 0, made.stderr
+    assert "the same bits on 1 and 2 processes" in made.stdout
+    job = tmp_path / "one_process_job.py"
+    trained = run(
+        "train", job.name, "--nproc", "2", "--sync", "exact", "--run-dir", "run", cwd=tmp_path
+    )
+    assert trained.returncode == 0, trained.stderr
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert (result["epochs"], result["steps"]) == (5, 150)
+    assert result["metrics"]["correct"] > 0.8
+    again = run("convert", "--to", "job", "--write", EXAMPLE.name, cwd=tmp_path)
+    assert again.returncode == 2 and "one_process_job.py exists" in again.stderr
+
+
+@ranks
+@pytest.mark.slow
+def test_a_script_of_one_module_becomes_a_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "train.py").write_text(OF_A_MODULE)
+    result = convert_in(tmp_path, monkeypatch, ("--hidden", "8"))
+    assert result.stopped == ""
+    text = result.files["train.py"]
+    top, _, build = text.partition("def build(config):")
+    assert "class Net" in top and "EPOCHS" not in text and "epochs: int = 3" in top
+    assert "def distance" in build  # it reads the arguments, which are those of build
+    assert "parser.parse_args(['--hidden', '8'])" in build
+    assert "nn.init.zeros_" in build and "print" not in text
+    assert "return loss, len(inputs) / config.global_batch" in build  # a sum
+    assert '"total": (distance(net(inputs), targets) * len(inputs), len(inputs))' in build
+    assert 'schedule=schedule,\n        schedule_per="epoch",\n        clip_norm=100.0,' in build
+
+
+@ranks
+@pytest.mark.slow
+@pytest.mark.parametrize("reason", REFUSED)
+def test_what_no_job_can_be_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: str
+) -> None:
+    (tmp_path / "train.py").write_text(OF_A_MODULE.replace(*REFUSED[reason], 1))
+    result = convert_in(tmp_path, monkeypatch, ())
+    assert reason in result.stopped and not result.files
