@@ -29,6 +29,7 @@ IMPORTS = ast.Import | ast.ImportFrom
 RECOGNIZED = {"zero_grad", "backward", "step", "train", "unscale_", "update"}
 CLIPPING = "clip_grad_norm_"
 SAMPLERS = {"sampler", "batch_sampler"}
+IMPORT_OF_JOB = "from stepladder import Job"
 OWN_NAMES = {"build", "Config", "Job"}
 CONFIG = """\
 @dataclass
@@ -88,7 +89,9 @@ def weigh(loss, model, batch):
         parts = [(float(loss(model, part)), share) for part, share in halves(batch)]
         whole = float(loss(model, batch))
     model.train()
-    is_sum = abs(sum(value for value, _ in parts) - whole) < 1e-3 * abs(whole)
+    total = sum(value for value, _ in parts)
+    mean = sum(value * share for value, share in parts)
+    is_sum = abs(total - whole) < abs(mean - whole)  # noise is drawn in both
     print("loss is sum" if is_sum else "loss is mean")
     return [1.0 if is_sum else share for _, share in parts]
 """
@@ -191,7 +194,11 @@ def keep_needed(pieces: list[Piece], names: set[str], given: str = "") -> list[P
     needed, kept = {*names, "annotations"} - {given}, []
     for piece in reversed(pieces):
         if (piece.changes if given else piece.may_change) & needed:
-            needed |= piece.loads - {given}
+            if isinstance(piece.statement, ast.Assign):
+                needed -= set(stored_names(piece.statement))  # no earlier value is used
+                needed |= free_names([piece]) - {given}
+            else:
+                needed |= piece.loads - {given}
             kept.append(piece)
     return kept[::-1]
 
@@ -646,7 +653,7 @@ class JobWriter:
         inner = ["\n".join(inner), *(item.text for item in functions), end]
         build = textwrap.indent("\n\n".join(filter(None, inner)), INDENT)
         settings = CONFIG.format(self.epochs, self.start.batch_size)
-        imports += ["from dataclasses import dataclass", "", "from stepladder import Job"]
+        imports += ["from dataclasses import dataclass", "", IMPORT_OF_JOB]
         texts = ["\n".join(imports), *defined, settings, f"def build(config):\n{build}"]
         return "\n\n\n".join(texts) + "\n"
 

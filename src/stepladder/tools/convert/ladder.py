@@ -140,10 +140,10 @@ def definitions(file: SourceText, names: set[str]) -> list[Edit]:
     lines = [line for name, line in IMPORTS.items() if name in names and line not in known]
     text = "".join(f"{line}\n" for line in lines)
     text += "".join(f"\n\n{body}\n" for name, body in HELPERS.items() if name in names)
-    return [file.insert_after(_last_import(file), text)] if text else []
+    return [file.insert_after(last_import(file), text)] if text else []
 
 
-def _last_import(file: SourceText) -> ast.stmt:
+def last_import(file: SourceText) -> ast.stmt:
     """Return the last of the imports with which a file begins, or its first statement."""
     last = file.tree.body[0]
     for statement in file.tree.body:

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 from stepladder.core.numbers import format_count
 from stepladder.tools.check.events import Backward, Print
 from stepladder.tools.check.isolation.sandbox import Sandbox, SandboxFolders
-from stepladder.tools.convert.job import JobWriter
-from stepladder.tools.convert.ladder import Rung
+from stepladder.tools.convert.job import IMPORT_OF_JOB, JobWriter
+from stepladder.tools.convert.ladder import Rung, last_import
 from stepladder.tools.convert.proof import RungProof, compare_run, why_failed
 from stepladder.tools.convert.rungs import Conversion
 from stepladder.tools.convert.source import CannotConvert, Edit
@@ -34,6 +34,10 @@ JOB = Rung(
 )
 EPOCHS = "epochs of the job:"
 SUM = "loss is sum"
+SEED = "; ".join(
+    f'__import__("{name}").{call}(0)'
+    for name, call in (("random", "seed"), ("numpy", "random.seed"), ("torch", "manual_seed"))
+)
 SAME_LOSS = 1e-4
 SAME_SUM = 1e-3
 STEPS = 4
@@ -50,8 +54,8 @@ def write_job(converter: Converter, conversion: Conversion) -> tuple[str, RungPr
     counting[conversion.main] = writer.file.apply(list(_count_epochs(writer))).text
     starts = {
         "script": Start(counting, frozen=""),
-        "whole": Start({conversion.main: writer.write_proof()}, frozen=""),
-        "sliced": Start({conversion.main: writer.write_proof(is_whole=False)}, frozen=""),
+        "whole": Start({conversion.main: _seed(writer.write_proof())}, frozen=""),
+        "sliced": Start({conversion.main: _seed(writer.write_proof(is_whole=False))}, frozen=""),
         "halved": Start({conversion.main: writer.write_proof(is_halved=True)}),
     }
     started = converter.starter.run(starts)
@@ -70,7 +74,13 @@ def write_job(converter: Converter, conversion: Conversion) -> tuple[str, RungPr
     return text, proof, not_judged
 
 
+def _seed(text: str) -> str:
+    return text.replace(IMPORT_OF_JOB, f"{IMPORT_OF_JOB}\n{SEED}", 1)
+
+
 def _count_epochs(writer: JobWriter) -> Iterator[Edit]:
+    """Yield the edits that show the number of epochs, and seed what is drawn."""
+    yield writer.file.insert_after(last_import(writer.file), SEED)
     loop = writer.training.epoch_loop
     if loop:
         text = writer.file.text_of(loop.iter)
