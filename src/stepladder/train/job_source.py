@@ -60,7 +60,7 @@ def read_config_fields(path: Path) -> list[ConfigField]:
         run = f"stepladder run {relative_to_cwd(path)}"
         raise InputError(
             f"{path.name} has no function build(config), so it is not a job file",
-            f"{run}, if it trains by itself; stepladder convert, for several ranks; or add "
+            f"{run}, if it trains by itself; stepladder convert --to job {path.name}; or add "
             f"{BUILD_SIGNATURE}",
         )
     if not ast.unparse(build.args):

@@ -1,18 +1,17 @@
-"""`convert --to job`: a job of the script's own lines, or a sentence why there is none."""
+"""`convert --to job`: a job of the script's own lines, or a sentence why there is none.
+
+The job of docs/examples/one_process.py is made and trained by the test of docs/convert.md.
+"""
 
 from __future__ import annotations
 
-import json
-import shutil
 from pathlib import Path
 
 import pytest
 
-from processes import run
 from stepladder.tools.convert.convert import ConversionRequest, Conversions, convert
 from stepladder.tools.convert.job import Piece, free_names, keep_needed
 
-EXAMPLE = Path(__file__).parents[3] / "docs" / "examples" / "one_process.py"
 # All that a job takes: arguments, a summed loss, a schedule for each epoch, a limit of gradients.
 OF_A_MODULE = """\
 import argparse
@@ -108,25 +107,6 @@ def test_what_nothing_needs_is_left_out() -> None:
 )
 def test_what_a_statement_reads_and_changes(line: str, loads: set[str], changes: set[str]) -> None:
     assert (Piece(line).loads, Piece(line).changes) == (loads, changes)
-
-
-@ranks
-@pytest.mark.slow
-def test_the_job_of_the_example_is_trained(tmp_path: Path) -> None:
-    shutil.copy(EXAMPLE, tmp_path)
-    made = run("convert", "--to", "job", "--write", EXAMPLE.name, cwd=tmp_path)
-    assert made.returncode == 0, made.stderr
-    assert "the same bits on 1 and 2 processes" in made.stdout
-    job = tmp_path / "one_process_job.py"
-    trained = run(
-        "train", job.name, "--nproc", "2", "--sync", "exact", "--run-dir", "run", cwd=tmp_path
-    )
-    assert trained.returncode == 0, trained.stderr
-    result = json.loads((tmp_path / "run" / "result.json").read_text())
-    assert (result["epochs"], result["steps"]) == (5, 150)
-    assert result["metrics"]["correct"] > 0.8
-    again = run("convert", "--to", "job", "--write", EXAMPLE.name, cwd=tmp_path)
-    assert again.returncode == 2 and "one_process_job.py exists" in again.stderr
 
 
 @ranks

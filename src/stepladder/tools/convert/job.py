@@ -53,7 +53,7 @@ for _ in range({passes}):
         weights = weights or weigh(loss, {model}, batch)
         {optimizer}.zero_grad()
         for (part, share), weight in zip(halves(batch), weights):
-            loss({model}, part).backward(torch.tensor(weight))
+            (loss({model}, part) * (weight / share)).backward(torch.tensor(share))
         {step}
 """
 COMPARED = """\
@@ -705,8 +705,9 @@ def _find_top(pieces: list[Piece]) -> list[Piece]:
             or (isinstance(piece.statement, ast.Assign) and not any(_calls(piece.statement)))
         )
     ]
+    imported = {name for p in top if isinstance(p.statement, IMPORTS) for name in p.changes}
     while True:
-        made = {name for piece in pieces if piece not in top for name in piece.changes}
+        made = {name for piece in pieces if piece not in top for name in piece.changes} - imported
         kept = [p for p in top if isinstance(p.statement, IMPORTS) or not p.loads & made]
         if len(kept) == len(top):
             return top
