@@ -93,7 +93,7 @@ def _remove_abandoned(parent: str) -> None:
     """
     mounts = ""
     with suppress(OSError):  # there is no /proc
-        mounts = Path("/proc/self/mountinfo").read_text()
+        mounts = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace")
     for entry in os.scandir(parent):
         if not MKDTEMP_NAME.fullmatch(entry.name) or f"/{entry.name}/" in mounts:
             continue

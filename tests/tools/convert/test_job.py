@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from stepladder.tools.convert.convert import ConversionRequest, Conversions, convert
-from stepladder.tools.convert.job import Piece, free_names, keep_needed
+from stepladder.tools.convert.job_fragments import Fragment, free_names, keep_needed
 
 # All that a job takes: arguments, a summed loss, a schedule for each epoch, a limit of gradients.
 OF_A_MODULE = """\
@@ -88,11 +88,11 @@ def convert_in(folder: Path, monkeypatch: pytest.MonkeyPatch, args: tuple[str, .
 
 def test_what_nothing_needs_is_left_out() -> None:
     lines = ["a = 1", "b = a", "c = 2", "b.append(c)", "log(b)", "print(b)", "d = [c for c in b]"]
-    pieces = list(map(Piece, lines))
-    assert [piece.text for piece in keep_needed(pieces, {"d"})] == [*lines[:5], lines[6]]
-    in_a_function = [piece.text for piece in keep_needed(pieces, {"d"}, "model")]
+    fragments = list(map(Fragment, lines))
+    assert [fragment.text for fragment in keep_needed(fragments, {"d"})] == [*lines[:5], lines[6]]
+    in_a_function = [fragment.text for fragment in keep_needed(fragments, {"d"}, "model")]
     assert in_a_function == [*lines[:4], lines[6]]
-    assert free_names(list(map(Piece, [lines[6], "e = d + f"]))) == {"b", "f"}
+    assert free_names(list(map(Fragment, [lines[6], "e = d + f"]))) == {"b", "f"}
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_what_nothing_needs_is_left_out() -> None:
     ],
 )
 def test_what_a_statement_reads_and_changes(line: str, loads: set[str], changes: set[str]) -> None:
-    assert (Piece(line).loads, Piece(line).changes) == (loads, changes)
+    assert (Fragment(line).loads, Fragment(line).changes) == (loads, changes)
 
 
 @ranks

@@ -18,7 +18,6 @@ from stepladder.tools.check.events import LoadedLibraries
 from stepladder.tools.check.fork_servers import ForkServers
 from stepladder.tools.check.launch_style import LaunchStyle, find_modules_elsewhere, find_styles
 from stepladder.tools.check.script_source import read_source
-from stepladder.tools.convert import to_job
 from stepladder.tools.convert.facts import ScriptFacts
 from stepladder.tools.convert.ladder import RUNGS, Rung, compose
 from stepladder.tools.convert.proof import (
@@ -38,6 +37,7 @@ from stepladder.tools.convert.rungs import (
 from stepladder.tools.convert.shown_expressions import find_deciding_value, find_shown_expression
 from stepladder.tools.convert.source import CannotConvert, Edit, EditedText, SourceText, diff
 from stepladder.tools.convert.starts import ScriptStarter, Started, write_texts
+from stepladder.tools.convert.to_job import JOB, write_job
 
 TriedWay = tuple[list[Edit], dict[str, EditedText], RungProof]
 WAYS_TO_MEND = ("sum_over_processes", "mean_over_processes")
@@ -169,10 +169,10 @@ class Converter:
     def make_job(self, on_rung: Callable[[ProvedRung], None]) -> Conversions:
         conversion = self.observe()
         try:
-            text, proof, not_judged = to_job.write_job(self, conversion)
+            text, proof, not_judged = write_job(conversion, self.original, self.starter)
         except CannotConvert as reason:
             return Conversions(stopped=str(reason))
-        proved = ProvedRung(to_job.JOB, [text], proof, not_judged)
+        proved = ProvedRung(JOB, [text], proof, not_judged)
         on_rung(proved)
         return Conversions([proved], {conversion.main: text})
 

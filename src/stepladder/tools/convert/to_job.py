@@ -9,20 +9,17 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from stepladder.core.numbers import format_count
 from stepladder.tools.check.events import Backward, Print
 from stepladder.tools.check.isolation.sandbox import Sandbox, SandboxFolders
+from stepladder.tools.check.relations.frozen_runs import FrozenRuns
 from stepladder.tools.convert.job import IMPORT_OF_JOB, JobWriter
 from stepladder.tools.convert.ladder import Rung, last_import
 from stepladder.tools.convert.proof import RungProof, compare_run, why_failed
 from stepladder.tools.convert.rungs import Conversion
 from stepladder.tools.convert.source import CannotConvert, Edit
-from stepladder.tools.convert.starts import Start, Started, write_texts
-
-if TYPE_CHECKING:
-    from stepladder.tools.convert.convert import Converter
+from stepladder.tools.convert.starts import ScriptStarter, Start, Started, write_texts
 
 JOB = Rung(
     "job",
@@ -33,7 +30,7 @@ JOB = Rung(
     (),
 )
 EPOCHS = "epochs of the job:"
-SUM = "loss is sum"
+SHOWN_OF_SUM = "loss is sum"
 SEED = "; ".join(
     f'__import__("{name}").{call}(0)'
     for name, call in (("random", "seed"), ("numpy", "random.seed"), ("torch", "manual_seed"))
@@ -43,13 +40,20 @@ SAME_SUM = 1e-3
 STEPS = 4
 
 
-def write_job(converter: Converter, conversion: Conversion) -> tuple[str, RungProof, list[str]]:
+def write_job(
+    conversion: Conversion, original: FrozenRuns, starter: ScriptStarter
+) -> tuple[str, RungProof, list[str]]:
     """Return a job of a script, what proves it, and what is not in it.
+
+    Args:
+        conversion: The script.
+        original: The runs of the script as it is.
+        starter: Starts it.
 
     Raises:
         CannotConvert: The script has no such job, or the job is not what the script is.
     """
-    writer = JobWriter(conversion, converter.request.args, converter.request.epochs or 2)
+    writer = JobWriter(conversion, starter.args, starter.epochs or 2)
     counting = {name: file.text for name, file in conversion.files.items()}
     counting[conversion.main] = writer.file.apply(list(_count_epochs(writer))).text
     starts = {
@@ -58,15 +62,16 @@ def write_job(converter: Converter, conversion: Conversion) -> tuple[str, RungPr
         "sliced": Start({conversion.main: _seed(writer.write_proof(is_whole=False))}, frozen=""),
         "halved": Start({conversion.main: writer.write_proof(is_halved=True)}),
     }
-    started = converter.starter.run(starts)
-    proof = prove_job(converter, writer, started)
+    started = starter.run(starts)
+    proof = _prove(original, writer, started)
     shown = _shown_words(started["script"])
     lengths = [int(words[-1]) for words in shown if words[:-1] == EPOCHS.split()]
-    writer.epochs = lengths[0] if lengths else 1
-    if any(words == SUM.split() for words in _shown_words(started["halved"])):
-        writer.loss = writer.make_loss_function(is_sum=True)
-    text = writer.write(means=find_means(writer, started["halved"]))
-    proof.holds.append(verify(converter, conversion.main, text))
+    if any(words == SHOWN_OF_SUM.split() for words in _shown_words(started["halved"])):
+        writer.take_sum()
+    means, others = _find_means(writer, started["halved"])
+    writer.leave_out_metrics(others)
+    text = writer.write(max(lengths, default=1), means)
+    proof.holds.append(_verify(starter, conversion.main, text))
     left_out = ", ".join(map(str, writer.left_out()))
     not_judged = [f"{conversion.main}: lines {left_out} are not in the job"] * bool(left_out)
     if _first_losses(started["sliced"]) != _first_losses(started["whole"]):
@@ -93,7 +98,7 @@ def _shown_words(started: Started) -> list[list[str]]:
     return [event.text.split() for event in started.recording.ranks[0].select(Print)]
 
 
-def prove_job(converter: Converter, writer: JobWriter, started: Mapping[str, Started]) -> RungProof:
+def _prove(original: FrozenRuns, writer: JobWriter, started: Mapping[str, Started]) -> RungProof:
     """Compare the losses of the job with those of the script, and the mean of two parts of a batch.
 
     Raises:
@@ -114,7 +119,7 @@ def prove_job(converter: Converter, writer: JobWriter, started: Mapping[str, Sta
     if writer.facts.models_with_batch_norm:
         proof.holds.append("batch norm sees a microbatch: its size is --microbatch")
         return proof
-    runs = replace(converter.original, compared=started["halved"].recording)
+    runs = replace(original, compared=started["halved"].recording)
     compare_run(proof, runs, frozenset({"samples", "gradients"}), "of halved batches", None)
     if proof.broken:
         raise CannotConvert(
@@ -130,40 +135,41 @@ def _first_losses(started: Started) -> list[float]:
 
 
 def _show(losses: list[float]) -> str:
-    return ", ".join(f"{loss:.4g}" for loss in losses[:3]) or "none"
+    return ", ".join(f"{loss:.6g}" for loss in losses[:3]) or "none"
 
 
-def find_means(writer: JobWriter, started: Started) -> set[str]:
-    """Return which metrics of a batch are the mean of those of its parts.
+def _find_means(writer: JobWriter, started: Started) -> tuple[set[str], set[str]]:
+    """Return the metrics of a batch that are the mean of those of its parts.
 
-    One that is neither the mean nor the sum is taken out of the job.
+    Those that are neither the mean nor the sum come second.
     """
     parts: dict[str, list[list[float]]] = {name: [] for name in writer.metrics}
     for words in _shown_words(started):
         match words:
             case ["part", name, *numbers] if name in parts:
                 parts[name].append([float(number) for number in numbers])
-    means = set()
+    means = set[str]()
+    others = set[str]()
     for name, rows in parts.items():
-        whole = rows[0][2] if rows else math.nan
+        wholes = [whole for _, _, whole in rows]
+        whole = max(wholes, default=math.nan)
         if math.isclose(sum(value for _, value, _ in rows), whole, rel_tol=SAME_SUM):
             continue
-        if math.isclose(sum(share * value for share, value, _ in rows), whole, rel_tol=SAME_SUM):
+        is_mean = math.isclose(sum(s * value for s, value, _ in rows), whole, rel_tol=SAME_SUM)
+        if is_mean:
             means.add(name)
         else:
-            del writer.metrics[name]
-    if not writer.metrics:
-        writer.evaluation = None
-    return means
+            others.add(name)
+    return means, others
 
 
-def verify(converter: Converter, main: str, text: str) -> str:
+def _verify(starter: ScriptStarter, main: str, text: str) -> str:
     """Train the job on one and two processes, with a stop and a resume, and compare all bits.
 
     Raises:
         CannotConvert: They differ, or the job is refused.
     """
-    style, starter = converter.style, converter.starter
+    style = starter.style
     folders = SandboxFolders(starter.scratch, starter.scratch / "job", style.root, starter.args)
     with closing(Sandbox(folders)) as sandbox:
         write_texts(folders.copy, {**starter.modules, main: text})
