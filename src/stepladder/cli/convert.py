@@ -18,6 +18,7 @@ from stepladder.core.output_file import write_output
 from stepladder.tools.convert.convert import ConversionRequest, Conversions, ProvedRung, convert
 
 TRAINS_ONE_MODEL = 3  # rungs: a, b and c
+SUFFIXES = {"script": "ddp", "job": "job"}
 NOT_COMPLETE = 1  # the exit code where a rung is not offered
 
 
@@ -63,7 +64,7 @@ def command(script: Path, args: Words = (), **values: Any) -> int:
     flags = _ConvertFlags(**values)
     validate_script(script, args)
     is_job = flags.to == "job"
-    target = _choose_target(script, "job" if is_job else "ddp") if flags.write else None
+    target = _choose_target(script, SUFFIXES[flags.to]) if flags.write else None
     request = ConversionRequest(
         script, args, flags.rung, flags.epochs, flags.timeout, flags.stop_signals, is_job
     )
