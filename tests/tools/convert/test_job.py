@@ -64,6 +64,59 @@ for epoch in range(EPOCHS):
             total += distance(net(inputs), targets).item()
     print(epoch, total / len(test_loader))
 """
+OF_A_CLASS = """\
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+
+class Points(Dataset):
+    def __init__(self, count):
+        self.x = torch.randn(count, 4)
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, index):
+        return {"x": self.x[index], "y": self.x[index].sum()}
+
+
+class Trainer:
+    def __init__(self, model, loader):
+        self.model = model
+        self.loader = loader
+        self.optimizer = torch.optim.Adam(model.parameters())
+        self.seen = 0
+
+    def train_epoch(self):
+        criterion = nn.MSELoss()
+        for batch in self.loader:
+            x = batch["x"]
+            loss = criterion(self.model(x).squeeze(1), batch["y"])
+            self.optimizer.zero_grad()
+            loss.backward()
+            self.optimizer.step()
+            self.seen += len(x)
+
+    def evaluate(self, loader):
+        wrong = 0
+        for batch in loader:
+            with torch.no_grad():
+                output = self.model(batch["x"]).squeeze(1)
+            wrong += (output - batch["y"]).abs().gt(0.1).sum()
+        return wrong
+
+    def run(self, epochs, loader):
+        for _ in range(epochs):
+            self.train_epoch()
+            print(self.seen, self.evaluate(loader))
+
+
+if __name__ == "__main__":
+    print(torch.randn(1))
+    trainer = Trainer(nn.Linear(4, 1), DataLoader(Points(120), batch_size=20, shuffle=True))
+    trainer.run(4, DataLoader(Points(60), batch_size=20))
+"""
 REFUSED = {
     "needs epoch for its loss": ("sum()\n", "sum() * (1 + epoch)\n"),
     "does not call step once for each batch": (
@@ -123,9 +176,25 @@ def test_a_script_of_one_module_becomes_a_job(
     assert "def distance" in build  # it reads the arguments, which are those of build
     assert "parser.parse_args(['--hidden', '8'])" in build
     assert "nn.init.zeros_" in build and "print" not in text
-    assert "return loss, len(inputs) / config.global_batch" in build  # a sum
-    assert '"total": (distance(net(inputs), targets) * len(inputs), len(inputs))' in build
+    assert "return loss, len(batch[0]) / config.global_batch" in build  # a sum
+    assert '"total": (distance(net(inputs), targets) * len(batch[0]), len(batch[0]))' in build
     assert 'schedule=schedule,\n        schedule_per="epoch",\n        clip_norm=100.0,' in build
+
+
+@ranks
+@pytest.mark.slow
+def test_a_class_that_trains_becomes_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "train.py").write_text(OF_A_CLASS)
+    result = convert_in(tmp_path, monkeypatch, ())
+    assert result.stopped == ""
+    [proved] = result.rungs
+    assert "lines before the training that the job leaves out draw random numbers" in (
+        proved.not_judged
+    )
+    _, _, build = result.files["train.py"].partition("def build(config):")
+    assert 'loss = criterion(model(x).squeeze(1), batch["y"])' in build
+    assert '"wrong": ((output - batch["y"]).abs().gt(0.1).sum(), len(batch[\'x\']))' in build
+    assert "trainer.model,\n" in build and "trainer.loader.dataset,\n" in build
 
 
 @ranks

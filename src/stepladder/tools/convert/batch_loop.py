@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import textwrap
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 
 from stepladder.tools.check.script_source import (
@@ -88,6 +88,7 @@ class BatchLoop:
         self.frames = list(self.find_frames(uses))
         self.loader = self.resolve(uses[0].name)
         self.counters = set[str]()
+        self.samples = "[1]"  # what has the length of a batch, as soon as a run has shown it
         self.target: ast.expr = loop.target
         if any(last_name(call.func) == "enumerate" for call in find_calls(loop.iter)):
             assert isinstance(loop.target, ast.Tuple)
@@ -143,15 +144,10 @@ class BatchLoop:
         """Return the name before the first epoch of what the loop calls `text`."""
         for frame in reversed(self.frames):
             root, dot, rest = text.partition(".")
-            if frame.is_in_epoch and root in frame.bound:
-                text = f"{frame.bound[root]}{dot}{rest}"
+            value = frame.bound.get(root, root)
+            if frame.is_in_epoch or value.replace(".", "").isidentifier():
+                text = f"{value}{dot}{rest}"
         return text
-
-    @property
-    def count(self) -> str:
-        """How many samples a batch has."""
-        first = getattr(self.target, "elts", [self.target])[0]
-        return f"len({self.file.text_of(first)})"
 
     def name_of(self, model: int, facts: ScriptFacts) -> str:
         """Return the name of a model in the function of the loop.
@@ -174,16 +170,20 @@ class BatchLoop:
                 fragments += [*_bindings(frame), *map(self.fragment, frame.before)]
         return fragments
 
-    def in_epoch(self, body: list[ast.stmt]) -> list[Fragment]:
-        """Return what is done in each epoch before the loop, and in it."""
+    def before_loop(self) -> list[Fragment]:
+        """Return what gets a name in each epoch before the loop."""
         fragments: list[Fragment] = []
         for frame in self.frames:
-            fragments += [
-                *_bindings(frame) * frame.is_in_epoch,
-                *map(self.fragment, frame.in_epoch),
-            ]
-        batch = f"{self.file.text_of(self.target).strip('()')} = batch"
-        return [*fragments, Fragment(batch), *map(self.fragment, body)]
+            fragments += _bindings(frame) * frame.is_in_epoch
+            named = [item for item in frame.in_epoch if isinstance(item, ast.Assign)]
+            fragments += map(self.fragment, named)
+        return fragments
+
+    def in_loop(self, body: list[ast.stmt]) -> list[Fragment]:
+        """Return what is done in the loop with a batch."""
+        batch = Fragment(f"{self.file.text_of(self.target).strip('()')} = batch")
+        fragments = [batch] * (batch.text != "batch = batch")
+        return [*fragments, *map(self.fragment, body)]
 
     def fragment(self, statement: ast.stmt) -> Fragment:
         """Return a statement with the comments above it, and with the script's arguments."""
@@ -210,11 +210,14 @@ class BatchLoop:
         Raises:
             CannotConvert: It needs what only the loop has.
         """
-        parameter = model if model.isidentifier() else "model"
-        end = Fragment(f"return_value = {returned}")
-        kept = [
-            p for p in keep_needed(fragments, end.loads, parameter) if p.text != "batch = batch"
-        ]
+        parameter = "model"
+        if model.isidentifier():
+            parameter = model
+        end = self.rename(Fragment(f"return {returned}"), model, parameter)
+        fragments = [self.rename(fragment, model, parameter) for fragment in fragments]
+        kept = keep_needed(fragments, end.loads, parameter)
+        before = free_names([*kept, end]) - {parameter, "batch"}
+        kept = [*keep_needed(self.before_loop(), before, parameter), *kept]
         needed = free_names([*kept, end]) - {parameter, "batch"}
         in_loops = {*self.counters, *stored_names(self.loop)}
         if self.epoch_loop:
@@ -224,14 +227,17 @@ class BatchLoop:
             what = f"needs {min(unknown)} for its {name}, which a job does not know"
             raise self.refusal(self.loop.lineno, what)
         lines = [line for fragment in kept for line in fragment.text.splitlines()]
-        lines.append(f"return {returned}")
-        inner = [f"{INDENT}{line}".rstrip() for line in lines]
-        text = "\n".join([f"def {name}({parameter}, batch):", *inner])
-        if parameter != model:
-            source = SourceText(self.file.path, self.file.name, ast.parse(text), text)
-            found = [n for n in source.nodes(ast.Attribute) if source.text_of(n) == model]
-            text = source.apply([source.replace(node, parameter) for node in found]).text
+        inner = textwrap.indent("\n".join([*lines, end.text]), INDENT)
+        text = f"def {name}({parameter}, batch):\n{inner}"
         return MadeFunction(text, needed, {fragment.line for fragment in kept})
+
+    def rename(self, fragment: Fragment, model: str, parameter: str) -> Fragment:
+        """Return a statement in which the model has the name of a parameter."""
+        text = fragment.text
+        source = SourceText(self.file.path, self.file.name, ast.parse(text), text)
+        found = [node for node in source.nodes(ast.Attribute) if source.text_of(node) == model]
+        edits = [source.replace(node, parameter) for node in found]
+        return replace(fragment, text=source.apply(edits).text)
 
 
 def _bindings(frame: _CalledFunction) -> list[Fragment]:

@@ -39,7 +39,7 @@ weights = None
 for _ in range({passes}):
     {model}.train()
     for batch in {loader}:
-        weights = weights or weigh(loss, {model}, batch)
+        weights = weights or weigh(loss, {model}, batch, {loader})
         {optimizer}.zero_grad()
         for (part, share), weight in zip(halves(batch), weights):
             (loss({model}, part) * (weight / share)).backward(torch.tensor(share))
@@ -49,15 +49,29 @@ COMPARED = """\
 {0}.eval()
 with torch.no_grad():
     batch = next(iter({1}))
+    size_of(batch, {1})
     whole = metrics({0}, batch)
     for part, share in halves(batch):
         for name, (value, _) in metrics({0}, part).items():
             print("part", name, share, float(value), float(whole[name][0]))
 """
 HALVES = """\
-def size_of(item):
-    parts = item.values() if isinstance(item, dict) else item
-    return len(item) if torch.is_tensor(item) else size_of(next(iter(parts)))
+def path_of(item, path="batch"):
+    if isinstance(item, dict):
+        key = next(iter(item))
+        return path_of(item[key], f"{path}[{key!r}]")
+    if isinstance(item, (list, tuple)) and not isinstance(item[0], (str, int, float)):
+        return path_of(item[0], f"{path}[0]")
+    return path
+
+def size_of(batch, loader=None):
+    path = path_of(batch)
+    size = len(eval(path))
+    if loader:
+        print("samples", path)
+        if size != min(loader.batch_size, len(loader.dataset)):
+            raise ValueError(f"a batch has {size} times {path}, and not {loader.batch_size}")
+    return size
 
 def take(item, part):
     if isinstance(item, dict):
@@ -72,10 +86,12 @@ def halves(batch):
         if share := len(range(size)[part]) / size:
             yield take(batch, part), share
 
-def weigh(loss, model, batch):
+def weigh(loss, model, batch, loader):
+    size_of(batch, loader)
     model.eval()
-    parts = [(float(loss(model, part)), share) for part, share in halves(batch)]
-    whole = float(loss(model, batch))
+    with torch.no_grad():
+        parts = [(float(loss(model, part)), share) for part, share in halves(batch)]
+        whole = float(loss(model, batch))
     model.train()
     total = sum(value for value, _ in parts)
     mean = sum(value * share for value, share in parts)
@@ -151,7 +167,7 @@ class JobWriter:
         self.optimizer = self.training.resolve(self.optimizer_here)
         body = self.training.loop.body
         before = body[: body.index(self.file.statement_at(backward.lineno))]
-        self.made = self.training.in_epoch(before)
+        self.made = self.training.in_loop(before)
         self.value = self.file.text_of(value)
         self.loss = self.make_loss_function()
 
@@ -159,7 +175,7 @@ class JobWriter:
         """Return the function for the loss, which may be a sum over the batch."""
         returned = self.value
         if is_sum:  # a step has the gradient of a batch's sum
-            returned = f"{self.value}, {self.training.count} / config.global_batch"
+            returned = f"{self.value}, len({self.training.samples}) / config.global_batch"
         return self.training.make_function("loss", self.model_here, self.made, returned)
 
     def find_loader(self, conversion: Conversion) -> None:
@@ -224,7 +240,7 @@ class JobWriter:
             return
         loop = BatchLoop(self.file, uses[0], epoch_loop, args)
         self.model_in_evaluation = loop.name_of(self.facts.trained_models[0], self.facts)
-        fragments = loop.in_epoch(loop.loop.body)
+        fragments = [*loop.before_loop(), *loop.in_loop(loop.loop.body)]
         for node in self.file.nodes(ast.AugAssign, loop.loop):
             if not isinstance(node.op, ast.Add) or not isinstance(node.target, ast.Name):
                 continue
@@ -233,10 +249,11 @@ class JobWriter:
                 assert isinstance(value.func, ast.Attribute)
                 value = value.func.value
             text = self.file.text_of(value)
-            names = {*Fragment(f"_ = {text}").loads}
+            end = Fragment(f"_ = {text}")
             made = [fragment for fragment in fragments if node.target.id not in fragment.changes]
-            used = [f"_ = {text}", *(fragment.text for fragment in keep_needed(made, names))]
-            if any(self.model_in_evaluation in each for each in used):
+            used = [end, *keep_needed(made, end.loads)]
+            model = self.model_in_evaluation.partition(".")[0]
+            if any(model in fragment.loads for fragment in used):
                 self.metrics[node.target.id] = text
         if self.metrics:
             self.evaluation = loop
@@ -246,13 +263,14 @@ class JobWriter:
         """Return the function for the metrics, of which some are means and others sums."""
         loop = self.evaluation
         assert loop is not None
+        count = f"len({loop.samples})"
         sums = [
-            f'"{name}": ({text}{f" * {loop.count}" * (name in means)}, {loop.count})'
+            f'"{name}": ({text}{f" * {count}" * (name in means)}, {count})'
             for name, text in self.metrics.items()
         ]
         fragments = [
             fragment
-            for fragment in loop.in_epoch(loop.loop.body)
+            for fragment in loop.in_loop(loop.loop.body)
             if not fragment.changes & self.metrics.keys()
         ]
         returned = f"{{{', '.join(sums)}}}"
@@ -261,6 +279,10 @@ class JobWriter:
     def take_sum(self) -> None:
         """Return the loss as a sum over the batch."""
         self.loss = self.make_loss_function(is_sum=True)
+
+    @property
+    def loops(self) -> list[BatchLoop]:
+        return [loop for loop in (self.training, self.evaluation) if loop]
 
     def leave_out_metrics(self, names: set[str]) -> None:
         """Leave metrics out of the job, and the evaluation if none is left."""
@@ -345,8 +367,7 @@ class JobWriter:
         """
         fragments = self.training.before_epochs()
         if self.evaluation:
-            known = {fragment.line for fragment in fragments}
-            fragments += [p for p in self.evaluation.before_epochs() if p.line not in known]
+            fragments += [item for item in self.evaluation.before_epochs() if item not in fragments]
         needed = used.union(*(item.needed for item in functions)) - {"Job", "loss", "metrics"}
         kept = fragments
         if not is_whole:
