@@ -16,6 +16,7 @@ from stepladder.core.console import echo, echo_json
 from stepladder.core.errors import InputError
 from stepladder.core.output_file import write_output
 from stepladder.tools.convert.convert import ConversionRequest, Conversions, ProvedRung, convert
+from stepladder.tools.convert.ladder import RUNGS
 
 TRAINS_ONE_MODEL = 3  # rungs: a, b and c
 SUFFIXES = {"script": "ddp", "job": "job"}
@@ -64,6 +65,11 @@ def command(script: Path, args: Words = (), **values: Any) -> int:
     flags = _ConvertFlags(**values)
     validate_script(script, args)
     is_job = flags.to == "job"
+    if is_job and (flags.rung != RUNGS[-1].letter or flags.stop_signals):
+        raise InputError(
+            "--to job has no rungs, and --rung and --stop-signals are of a script",
+            f"stepladder convert --to job {script}",
+        )
     target = _choose_target(script, SUFFIXES[flags.to]) if flags.write else None
     request = ConversionRequest(
         script, args, flags.rung, flags.epochs, flags.timeout, flags.stop_signals, is_job
