@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from processes import refused
+from processes import refused, run
 from stepladder.tools.convert.convert import ConversionRequest, Conversions, convert
 from stepladder.tools.convert.job_fragments import Fragment, free_names, keep_needed
 
@@ -213,5 +213,5 @@ def test_what_no_job_can_be_is_said(
 @pytest.mark.parametrize("flags", [("--rung", "c"), ("--stop-signals",)])
 def test_flags_of_a_script_are_refused_for_a_job(tmp_path: Path, flags: tuple[str, ...]) -> None:
     (tmp_path / "train.py").write_text(OF_A_CLASS)
-    line = refused("convert", "--to", "job", *flags, "train.py", cwd=tmp_path)
-    assert "HINT: stepladder convert --to job train.py" in line
+    done = run("convert", "--to", "job", *flags, "train.py", cwd=tmp_path)
+    refused(done, "HINT: stepladder convert --to job train.py")
