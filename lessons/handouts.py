@@ -55,7 +55,7 @@ a { color: var(--accent) }
 
 def make_slides(lessons):
     """Return one HTML page: each lesson's idea, picture, code, output, and what to look for."""
-    slides = [make_contents(lessons)]
+    slides = [make_contents(lessons)] if len(lessons) > 1 else []
     for lesson in lessons:
         text = read_page(lesson)
         title = f"{lesson['number']}. {lesson['title']}"

@@ -1,4 +1,4 @@
-"""python lessons/make.py diffs|outputs|pictures|slides FILE|notebooks FOLDER|--check
+"""python lessons/make.py diffs|outputs|pictures|slides FILE [NUMBER ...]|notebooks FOLDER|--check
 
 diffs     writes the generated parts of the READMEs: the table of lessons, and for each lesson its
           command, its changes to the lesson that it starts from, and its exercises
@@ -6,7 +6,8 @@ outputs   runs each lesson and writes what it printed into its README; with numb
           those lessons
 pictures  runs the lessons that write numbers, and draws them; needs matplotlib:
           pip install 'stepladder[lessons]'
-slides    writes one HTML file of all lessons: text, pictures and output
+slides    writes one HTML file of all lessons: text, pictures and output; with numbers after it,
+          only those lessons
 notebooks writes a notebook for each lesson that starts its processes itself
 --check   writes nothing, and fails if `diffs` would change a file
 """
@@ -266,9 +267,17 @@ def write(outputs=None):
 
 
 def run_lessons(numbers):
-    for folder, lesson in ladder().items():
-        if not numbers or str(lesson["number"]) in numbers:
-            write({folder: output_of(lesson)})
+    for lesson in choose(numbers):
+        write({lesson["folder"]: output_of(lesson)})
+
+
+def choose(numbers):
+    """Return the lessons of these numbers, all without one."""
+    lessons = {str(lesson["number"]): lesson for lesson in ladder().values()}
+    for number in numbers:
+        if number not in lessons:
+            refuse(f"{number} is no number of a lesson", f"a number from 1 to {len(lessons)}")
+    return [lesson for number, lesson in lessons.items() if not numbers or number in numbers]
 
 
 def draw():
@@ -313,8 +322,8 @@ def main():
     if needed and find_spec(needed) is None:
         refuse(f"{sys.argv[1]} needs {needed}", f"pip install {needed}")
     actions = {"diffs": write, "pictures": draw, "--check": check}
-    if sys.argv[1:2] == ["slides"] and len(sys.argv) == 3:
-        write_handout(Path(sys.argv[2]), handouts.make_slides(list(ladder().values())))
+    if sys.argv[1:2] == ["slides"] and len(sys.argv) > 2:
+        write_handout(Path(sys.argv[2]), handouts.make_slides(choose(sys.argv[3:])))
     elif sys.argv[1:2] == ["notebooks"] and len(sys.argv) == 3:
         write_notebooks(Path(sys.argv[2]))
     elif sys.argv[1:2] == ["outputs"]:

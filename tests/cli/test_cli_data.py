@@ -192,6 +192,7 @@ def test_info_of_one_label_file(run, tmp_path):
     assert "y: 4 uint8, " in out
     assert "labels 0: 1, 1: 0, 2: 2, " in out
     assert out.endswith("9: 1\n")
+    assert run("info", "y", "--check")[1] == f"{out}y: 1 file of idx, all can be read\n"
 
 
 def test_info_of_no_images(run, tmp_path):
@@ -209,6 +210,20 @@ def test_info_of_ratings(run, tmp_path):
         facts = json.loads(run("info", path, "--json")[1])
         assert (facts["rows"], facts["users"], facts["items"]) == (3, 2, 2)
     assert "3 ratings, 2 users, 2 items" in run("info", "some.zip")[1]
+
+
+def test_info_with_a_check_says_what_was_read(run, tmp_path):
+    (tmp_path / "r.csv").write_text("user,rating\n1,2\n2,3\n")
+    assert run("info", "r.csv", "--check")[1].endswith("r.csv: 2 records of csv, all can be read\n")
+    (tmp_path / "r.csv").write_text("user,rating\n1,2\n2,3,4\n")
+    code, out, err = run("info", "r.csv", "--check")
+    assert (code, "r.csv: record 1: it has 3 values" in out) == (2, True)
+    refused((code, "", err), "r.csv: 1 of 2 records cannot be read")
+
+
+def test_info_with_a_check_of_what_has_none(run, tmp_path):
+    (tmp_path / "input.txt").write_text("words")
+    refused(run("info", ".", "--check"), "--check: . is text, which has no check", "data info .")
 
 
 def test_info_of_a_text(run, tmp_path):

@@ -52,6 +52,8 @@ def test_shard_info_and_check(run: Any, tmp_path: Path) -> None:
     assert part["columns"] == {"user": "int64", "item": "int64", "rating": "float32"}
     assert "better: chunks of about 0.4 MB, stepladder data shard ... --chunk-rows 16384" in out
     assert json.loads(run("info", "s", "--check", "--json")[1]) == facts
+    for command in (("info", "--check"), ("check",)):
+        assert run(*command, "s")[1].endswith("s: 1,000 records of shards, all can be read\n")
     assert "s: 1,000 rows of user (int64), item (int64), rating (float32)" in run("info", "s")[1]
     assert (
         run("shard", "r.csv", "--out", "s", "--chunk-rows", 100, "--rows-per-shard", 400)[2]

@@ -332,3 +332,49 @@ def test_an_answer_of_a_server_is_not_shown_in_an_error() -> None:
     with pytest.raises(InputError, match=r"x\.csv: HTTP 400 Bad status line\. HINT: ") as error:
         remote._raise_final("http://h/x.csv", Refusal(Refusal.message))
     assert "secret" not in str(error.value)
+
+
+def write_ages(path: Path, *values: str) -> None:
+    """Write a CSV file with a column of these ages, and one of numbers."""
+    path.write_text("age,y\n" + "".join(f"{value},{row}\n" for row, value in enumerate(values)))
+
+
+@pytest.mark.parametrize("word", ["n/a", "-", "unknown", "", "X"])
+def test_a_column_that_is_text_because_of_a_word_is_named(
+    word: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "a.csv"
+    write_ages(path, "20", word, "31.5", word, "7")
+    for _ in range(2):
+        data = open_data(path)
+    assert data.columns == {"age": "str", "y": "int64"}
+    line = capsys.readouterr().err
+    assert line.startswith(f"stepladder: {path}: column age is read as text: most of its values")
+    assert f"but record 1 has {word!r}. HINT: correct the file; or columns= " in line
+    assert line.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "values",
+    [("12", "12a", "14", "16"), ("00123", "45", "46"), ("1_000", "2", "3"), ("A", "7", "B")],
+)
+def test_a_column_that_is_text_by_its_values_is_not_named(
+    values: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_ages(tmp_path / "a.csv", *values)
+    assert open_data(tmp_path / "a.csv").columns["age"] == "str"
+    assert not capsys.readouterr().err
+
+
+def test_a_word_is_named_once_and_only_of_the_columns_that_are_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_ages(tmp_path / "a.csv", "20", "n/a", "30")
+    open_data(tmp_path / "a.csv", columns=["y"])
+    open_data(tmp_path / "a.csv", decode=dict)
+    monkeypatch.setenv("RANK", "1")
+    open_data(tmp_path / "a.csv")
+    assert not capsys.readouterr().err
+    monkeypatch.setenv("RANK", "0")
+    open_data(tmp_path / "a.csv")
+    assert "record 1 has 'n/a'" in capsys.readouterr().err

@@ -70,6 +70,18 @@ def test_each_lesson_has_slides_with_its_claim(slides: Path) -> None:
     assert "<!--" not in text and "generated:" not in text
 
 
+def test_slides_of_one_lesson(tmp_path: Path) -> None:
+    pytest.importorskip("markdown")
+    make("slides", tmp_path / "4.html", 4)
+    text = (tmp_path / "4.html").read_text()
+    assert re.findall(r'id="lesson-(\d+)"', text) == ["4"]
+    assert "<nav>" not in text, "no contents of one lesson"
+    command = [sys.executable, LESSONS / "make.py", "slides", tmp_path / "x.html", "99"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    refused(done, "error: 99 is no number of a lesson", "HINT: a number from 1 to 24")
+    assert not (tmp_path / "x.html").exists()
+
+
 @pytest.mark.slow
 @needs_browser
 def test_slides_are_readable_in_a_browser(slides: Path, tmp_path: Path) -> None:

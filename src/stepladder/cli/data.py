@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import click
 
@@ -20,6 +20,10 @@ from stepladder.core.flag import Flag
 from stepladder.core.numbers import format_count, parse_whole_number
 from stepladder.core.terminal import make_console
 from stepladder.data.local_files import Feedback
+
+if TYPE_CHECKING:
+    from stepladder.data.readers.damage import Damage
+    from stepladder.data.readers.file_rows import OpenedSource
 
 # Reads the text of an argument of open_data; the names are those that --set takes.
 SETTINGS: dict[str, Callable[[str], Any]] = {
@@ -34,6 +38,7 @@ SETTING_EXAMPLES = {
     "header": "x,y",
     "format": "csv",
 }
+UNCHECKED = ("npz", "text")  # which nothing but a training reads whole
 # A setting in a HINT, as Python has it.
 SETTING = re.compile(rf"\b({'|'.join(SETTINGS)})=(\[.*?\]|\".*?\"|)")
 SetTexts = Annotated[
@@ -98,16 +103,24 @@ def info(
     that is in data/NAME.
 
     Args:
-        check: Read all shards and compare them with their checksums.
+        check: Read all samples too, as data check does.
     """
-    from stepladder.data.describe import describe_data, describe_source
+    from stepladder.data.describe import describe_data, describe_source, open_described
 
     with _parse_settings(settings) as given:
         if "://" in path_or_name:
             facts = describe_source(path_or_name, given)
         else:
             facts = describe_data(_locate(path_or_name), check, given)
+        if check and facts["dataset"] in UNCHECKED:
+            problem = f"--check: {path_or_name} is {facts['dataset']}, which has no check"
+            raise InputError(problem, f"stepladder data info {path_or_name}")
+        damages = []
+        if check and "num_files" in facts:
+            damages = _list_damage(open_described(facts["path"], given))
     _show(facts, as_json)
+    if check:
+        _end_check(facts, damages, as_json)
 
 
 @command.command()
@@ -119,35 +132,48 @@ def check(path: PathName, *, settings: SetTexts = (), as_json: AsJson = False) -
     """
     from stepladder.data.describe import describe_shards, find_shard_folders, open_described
 
-    if find_shard_folders(Path(path)):
-        with _parse_settings(settings) as given:
-            facts = describe_shards(Path(path), True, given)
-        _show(facts, as_json)
-        if not as_json:
-            echo(f"{path}: all can be read")
-        return
     with _parse_settings(settings) as given:
+        if find_shard_folders(Path(path)):
+            facts = describe_shards(Path(path), True, given)
+            _show(facts, as_json)
+            _end_check(facts, [], as_json)
+            return
         source = open_described(path, given)
+    damages = _list_damage(source)
+    facts = {"dataset": source.format, "path": path, "rows": len(source)}
+    if as_json:
+        echo_json({**facts, "damaged": [vars(damage) for damage in damages]})
+    _end_check(facts, damages)
+
+
+def _list_damage(source: OpenedSource) -> list[Damage]:
+    """Read all samples; print those that cannot be read, and return them."""
     damages = []
     for damage in source.find_damage():
         echo(str(damage))
         damages.append(damage)
-    if as_json:
-        echo_json(
-            {
-                "dataset": source.format,
-                "path": path,
-                "rows": len(source),
-                "damaged": [vars(damage) for damage in damages],
-            }
-        )
+    return damages
+
+
+def _end_check(facts: dict[str, Any], damages: list[Damage], as_json: bool = False) -> None:
+    """Print how many samples were read, all of them.
+
+    Raises:
+        InputError: Some cannot be read.
+    """
+    path = facts["path"]
+    if "files" in facts:
+        total = format_count(len(facts["files"]), "file")
+    else:
+        total = f"{facts['rows']:,} records"
     if damages:
         count = sum(damage.count for damage in damages)
         raise InputError(
-            f"{path}: {count:,} of {len(source):,} records cannot be read",
+            f"{path}: {count:,} of {total} cannot be read",
             "correct these files, or copy them again",
         )
-    echo(f"{path}: {len(source):,} records of {source.format}, all can be read")
+    if not as_json:
+        echo(f"{path}: {total} of {facts['dataset']}, all can be read")
 
 
 @command.command()

@@ -115,6 +115,12 @@ def find_launcher(env: Mapping[str, str]) -> RankVariables | None:
     return next((launcher for launcher in LAUNCHERS if launcher.started(env)), None)
 
 
+def is_first_rank() -> bool:
+    """Return whether this process is rank 0, or was started as no rank."""
+    launcher = find_launcher(os.environ)
+    return launcher is None or os.environ.get(launcher.rank) == "0"
+
+
 def _validate_position(rank_name: str, rank: int, size_name: str, size: int, ranks: str) -> None:
     """Raise InputError unless a rank counts from 0 to size-1."""
     if not 0 <= rank < size:

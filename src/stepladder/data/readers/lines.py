@@ -8,13 +8,16 @@ import shlex
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import cache
 from pathlib import PurePath
 from typing import Any
 
 import numpy as np
 
+from stepladder.core.console import print_message
 from stepladder.core.errors import InputError, as_input_error
 from stepladder.core.order import IndexArray
+from stepladder.core.world import is_first_rank
 from stepladder.data.readers.batches import FLOAT32, INT64, Sample
 from stepladder.data.readers.damage import DAMAGE_HINT, ENCODING_HINT
 from stepladder.data.readers.files import DataFile
@@ -27,7 +30,7 @@ from stepladder.data.readers.json_values import (
     parse_object,
 )
 from stepladder.data.readers.open_options import OpenOptions
-from stepladder.data.readers.records import IndexedSource
+from stepladder.data.readers.records import VALUE_HINT, IndexedSource
 from stepladder.data.table import select_columns
 
 SCANNED_BYTES = 16 << 20  # at once
@@ -42,9 +45,11 @@ MAX_HEADER_BYTES = 1 << 20
 MAX_FIELD_BYTES = (1 << 31) - 1
 UTF_16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 EXCEL_LINE = re.compile(rb'(?:\xef\xbb\xbf)?"?sep=.?"?\r?\n', re.IGNORECASE)
+DIGIT = re.compile(r"\d")  # of a text that is a name or a code, such as 12a
 OTHER_DELIMITERS = re.compile(r"[;|\t,]")
 # The limit of a process, which saves nothing here: a field is in memory before it is parsed.
 csv.field_size_limit(MAX_FIELD_BYTES)
+_print_once = cache(print_message)  # of a file that is opened again
 
 
 def find_lines(file: DataFile, has_quotes: bool, first_byte: int = 0) -> Iterator[IndexArray]:
@@ -108,7 +113,7 @@ class JsonLinesSource(IndexedSource):
         # The type of each column, by the first records.
         self.types: dict[str, ValueType] = {}
         if options.decode is None:  # which takes values as they are
-            first = self.parse_first(options.typed_records)
+            first = list(self.parse_first(options.typed_records).values())
             for name in options.columns or collect_names(first):
                 values = [sample[name] for sample in first if name in sample]
                 self.types[name] = find_value_type(f"{name} of {files[0].name}", values)
@@ -279,11 +284,31 @@ class CsvSource(IndexedSource):
     def _find_types(self, options: OpenOptions) -> dict[str, np.dtype[Any] | None]:
         """Return the types of the columns, by the first records and what the caller has set."""
         rows = self.parse_first(options.typed_records)
-        types = {name: _find_type([row[name] for row in rows]) for name in self.header}
+        types = {name: _find_type([row[name] for row in rows.values()]) for name in self.header}
         if options.dtypes is None:
+            for name in self.names:
+                self._report_words(name, rows)
             return types
         select_columns(tuple(options.dtypes), self.header, self.files[0].name)
         return {name: options.dtypes.get(name, dtype or FLOAT32) for name, dtype in types.items()}
+
+    def _report_words(self, name: str, rows: dict[int, Sample]) -> None:
+        """Print a line on rank 0 if a column is text because of a few words, such as "n/a".
+
+        It may be text all the same: of the names of chromosomes, X and Y are no numbers.
+
+        Args:
+            name: The column.
+            rows: The first records by the number of the sample.
+        """
+        words = [index for index, row in rows.items() if _find_type([row[name]]) is None]
+        has_digits = any(DIGIT.search(rows[index][name]) for index in words)
+        if not words or has_digits or 2 * len(words) >= len(rows) or not is_first_rank():
+            return
+        file, row = self.find_record(words[0])
+        problem = f"{file}: column {name} is read as text: most of its values are numbers, but"
+        value = rows[words[0]][name]
+        _print_once(str(InputError(f"{problem} record {row} has {value!r:.80}", VALUE_HINT)))
 
 
 def _find_type(texts: list[str]) -> np.dtype[Any] | None:

@@ -23,6 +23,7 @@ from stepladder.data.readers.record_index import load_index
 from stepladder.data.table import find_column, select_columns
 
 MAX_FIRST_RECORDS = 16  # of which one shows the columns; the others may be damaged
+VALUE_HINT = f"correct the file; or {COLUMN_HINT}"
 OPEN_INDEXES = 64  # the most files whose offsets are kept in memory
 
 
@@ -107,7 +108,7 @@ class RecordSource(FileRows):
         samples = self.read_samples(indices)
         for index, sample in zip(indices, samples, strict=True):
             if problem := self._find_name_problem(sample):
-                file, row = self._find_record(index)
+                file, row = self.find_record(index)
                 hint = f"columns=, names that all records have, or {DECODE_HINT}"
                 raise InputError(f"{file}: record {row} {problem}", hint)
         return {name: self._make_column(name, samples, indices) for name in self.names}
@@ -194,15 +195,14 @@ class RecordSource(FileRows):
         try:
             self._stack(name, [sample])
         except (ValueError, InputError) as error:
-            hint = f"correct the file; or {COLUMN_HINT}"
-            raise locate_error(*self._find_record(index), error, hint) from error
+            raise locate_error(*self.find_record(index), error, VALUE_HINT) from error
 
     def _stack(self, name: str, samples: list[Sample]) -> Any:
         """Return one column of samples."""
         values = [sample[name] for sample in samples]
         return self.make_column(name, values, self.first[name])
 
-    def _find_record(self, index: np.int64) -> tuple[str, int]:
+    def find_record(self, index: int | np.int64) -> tuple[str, int]:
         """Return the file of a sample, and the number of its record there."""
         number, _, rows = next(self.locate(np.array([index])))
         return self.files[number].name, int(rows[0])
@@ -239,17 +239,20 @@ class IndexedSource(RecordSource):
             raise make_change_error(file.name)
         return offsets
 
-    def parse_first(self, count: int) -> list[Sample]:
+    def parse_first(self, count: int) -> dict[int, Sample]:
         """Return the first records, `count` at most, of the first file that has readable ones.
 
         Damaged records are left out; they are named when they are read.
+
+        Returns:
+            The records by the number of the sample.
         """
-        samples: list[Sample] = []
+        samples: dict[int, Sample] = {}
         for number, file in enumerate(self.files):
             offsets = self.get_offsets(number)[: count + 1]
-            for begin, end in pairwise(offsets.tolist()):
+            for index, (begin, end) in enumerate(pairwise(offsets.tolist()), self.starts[number]):
                 with suppress(ValueError, InputError):
-                    samples.append(self.parse(number, file.read(begin, end), None))
+                    samples[index] = self.parse(number, file.read(begin, end), None)
             if samples:
                 break
         return samples
