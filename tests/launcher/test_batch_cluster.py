@@ -52,7 +52,8 @@ def test_a_job_is_submitted_and_its_output_followed_to_its_end(
     status = json.loads(run("status", job, "--json", cwd=tmp_path, env=local).stdout)
     assert (status["name"], status["state"], status["step"]) == ("mlp", "COMPLETED", 16)
     assert status["run_dir"] == str(tmp_path / "runs/mlp")
-    assert "no job waits or runs" in run("status", cwd=tmp_path, env=local).stdout
+    last = f"no job waits or runs. HINT: stepladder status {job}\n"
+    assert run("status", cwd=tmp_path, env=local).stdout == last
 
 
 @pytest.mark.ranks

@@ -222,7 +222,7 @@ def _show_findings(path: Path, as_json: bool) -> int:
 
 @make_command()
 def status(job: str | None = None, *, as_json: AsJson = False) -> None:
-    """Show your jobs that wait or run, or the history of one job.
+    """Show your jobs that wait or run, or the history of one job, also of a finished one.
 
     The history says where and why the job stopped or was requeued.
     """
@@ -256,7 +256,9 @@ def _show_own_jobs(as_json: bool) -> None:
     for job in active_jobs:
         echo(job.describe())
     if not active_jobs:
-        echo("no job waits or runs. HINT: stepladder submit -- train mnist")
+        last = jobs.find_last_job()
+        hint = f"stepladder status {last}" if last else "stepladder submit -- train mnist"
+        echo(f"no job waits or runs. HINT: {hint}")
 
 
 def _format_end(end: dict[str, Any]) -> str:

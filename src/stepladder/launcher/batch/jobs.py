@@ -80,6 +80,11 @@ def find_job(cluster: Cluster, job: str) -> JobInfo:
     return replace(info, job_dir=note["job_dir"])
 
 
+def find_last_job() -> str | None:
+    """Return the id of the job that was submitted last from here, None without one."""
+    return next((note["job"] for note in reversed(read_records(_notes_path(), JobNote))), None)
+
+
 def list_user_jobs(cluster: Cluster) -> Sequence[JobInfo]:
     """Return this user's jobs that wait or run."""
     jobs = cluster.list_jobs()
