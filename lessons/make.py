@@ -303,7 +303,7 @@ def write_handout(path, text):
     if str(path).startswith("-"):
         refuse(f"{path} is no flag of this command", "name a path")
     if path.is_file() and path.read_bytes() != text.encode():
-        refuse(f"{path} is there already, and was not written by this command", "name a new path")
+        refuse(f"{path} is there already, with other contents", "remove it, or name a new path")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")

@@ -221,6 +221,14 @@ def test_info_with_a_check_says_what_was_read(run, tmp_path):
     refused((code, "", err), "r.csv: 1 of 2 records cannot be read")
 
 
+@pytest.mark.parametrize("command", [("info",), ("shard", "--out", "s")])
+def test_a_compressed_file_is_called_so(run, tmp_path, command):
+    (tmp_path / "r.csv.gz").write_bytes(gzip.compress(b"x,y\n1,2\n"))
+    refused(
+        run(*command, "r.csv.gz"), "r.csv.gz is of no kind", "HINT: a decompressed copy", "gzip -dk"
+    )
+
+
 def test_info_with_a_check_of_what_has_none(run, tmp_path):
     (tmp_path / "input.txt").write_text("words")
     refused(run("info", ".", "--check"), "--check: . is text, which has no check", "data info .")

@@ -10,7 +10,7 @@ import pytest
 
 from processes import refused, run
 from stepladder.core.errors import InputError
-from stepladder.train.job_source import read_config_fields, validate_not_job
+from stepladder.train.job_source import read_config_fields, validate_is_script
 
 JOB = """
 import torch
@@ -62,9 +62,9 @@ def test_a_job_that_trains_by_itself_is_a_script_too(end: str, tmp_path: Path) -
     path = tmp_path / "job.py"
     path.write_text(JOB)
     with pytest.raises(InputError):
-        validate_not_job(path)
+        validate_is_script(path)
     path.write_text(f"{JOB}\n{TRAINS[end]}\n")
-    validate_not_job(path)
+    validate_is_script(path)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_a_job_that_trains_by_itself_is_a_script_too(end: str, tmp_path: Path) -
 )
 def test_what_is_no_job_is_left_to_python(text: str, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(text)
-    validate_not_job(tmp_path / "script.py")
+    validate_is_script(tmp_path / "script.py")
 
 
 @pytest.mark.parametrize("name", ["batch_size", "train_batch_size"])

@@ -319,6 +319,8 @@ def test_a_file_in_the_place_of_a_folder_is_not_a_full_disk(tmp_path: Path) -> N
         write_shards([{"x": 1}], tmp_path / "a")
     with pytest.raises(InputError, match=r"Not a directory\. HINT: another folder"):
         write_shards([{"x": 1}], tmp_path / "a/b")
+    with pytest.raises(InputError, match=r"No such file or directory\. HINT: another folder"):
+        write_shards([{"x": 1}], Path("/proc/x"))
 
 
 def test_an_index_beside_a_url_is_refused(tmp_path: Path) -> None:

@@ -144,6 +144,11 @@ def test_a_script_that_fails_has_no_page(tmp_path: Path) -> None:
 @pytest.mark.ranks
 def test_bad_input_is_one_line(tmp_path: Path) -> None:
     refused(run("playback", "no.py", cwd=tmp_path), "script no.py is not a file")
+    (tmp_path / "a.ipynb").write_text("{}")
+    for command in ("playback", "run"):
+        refused(
+            run(command, "a.ipynb", cwd=tmp_path), "a.ipynb is a notebook", "nbconvert --to script"
+        )
     (tmp_path / "train.py").write_text("print('nothing is trained')")
     (tmp_path / "page.html").write_text("mine")
     refused(run("playback", "-o", "page.html", "train.py", cwd=tmp_path), "page.html")

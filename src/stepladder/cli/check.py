@@ -23,7 +23,7 @@ from stepladder.tools.check.formats import json_of_report, sarif_of_report
 from stepladder.tools.check.rules.evidence import CHECK_TEXTS
 from stepladder.tools.findings.render import count_severities
 from stepladder.tools.lint.lint import find_warning_signal
-from stepladder.train.job_source import validate_not_job
+from stepladder.train.job_source import validate_is_script
 
 MAX_SHOWN_FINDINGS = 12
 
@@ -103,7 +103,7 @@ def validate_script(script: Path, args: tuple[str, ...]) -> None:
     """Raise InputError if there is no such script, or it is a job file."""
     if not script.is_file():
         raise InputError(f"script {script} is not a file", f"ls {script.absolute().parent}")
-    validate_not_job(script)
+    validate_is_script(script)
     tell_misplaced_flags(script, args)
 
 

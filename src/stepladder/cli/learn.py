@@ -324,5 +324,6 @@ def start(folder: Path = Path("my-exercises")) -> None:
         progress.lay_out(course, folder)
         echo(f"{folder / 'lessons'}: {format_count(len(course.lessons), 'lesson')}")
     copied, unchanged = progress.copy_exercises(course, folder)
-    echo(f"{progress.folder}: {copied} exercises copied, {unchanged} kept as they are")
+    copies = format_count(copied, "exercise")
+    echo(f"{progress.folder}: {copies} copied, {unchanged} kept as they are")
     _say_next(course, progress)

@@ -34,7 +34,7 @@ from stepladder.launcher.topology import Topology
 from stepladder.rank.exchange_choice import EXCHANGE_VARIABLE
 from stepladder.rank.exit_record import EndWriter
 from stepladder.rank.separate_training import ONE_TRAINING_VARIABLE
-from stepladder.train.job_source import validate_not_job
+from stepladder.train.job_source import validate_is_script
 
 FLAGS_WITHOUT_EFFECT = (
     "event-log-handler",
@@ -144,7 +144,7 @@ def command(script: PathName, args: Words = (), **flags: Any) -> int:
         script, args, flags["module"], flags["no_python"], flags["start_method"] == "spawn"
     )
     if to_run.kind == "file":
-        validate_not_job(Path(to_run.name))
+        validate_is_script(Path(to_run.name))
         tell_misplaced_flags(Path(to_run.name), args)
     if flags["pretend_gpus"]:
         _simulate_gpus(flags["pretend_gpus"])

@@ -15,7 +15,7 @@ from click.core import ParameterSource
 from stepladder.cli.suggest import tell_misplaced_flags, visible_flags
 from stepladder.core.errors import InputError
 from stepladder.core.paths import parse_path
-from stepladder.train.job_source import validate_not_job
+from stepladder.train.job_source import validate_is_script
 
 # Flags of `train` and `run` whose values follow from submit's own flags.
 SUBMIT_FLAGS = ("--nodes", "--nproc", "--rdzv-endpoint")
@@ -85,7 +85,7 @@ def _validate_script(path: Path, params: dict[str, Any]) -> None:
     """Raise InputError where the script of `run` does not exist, or is a job file."""
     if path.is_file():
         if not params["no_python"]:
-            validate_not_job(path, "stepladder submit -- train")
+            validate_is_script(path, "stepladder submit -- train")
     elif not params["module"] and not params["no_python"]:
         raise InputError(f"script {params['script']!r} does not exist", "-- run [FLAGS] SCRIPT.py")
 

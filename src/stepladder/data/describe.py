@@ -17,7 +17,7 @@ from stepladder.data.readers.listing import list_names
 from stepladder.data.readers.open_data import TOKENS, find_format, open_data
 from stepladder.data.shards.array_files import npz_table, read_idx_magic
 from stepladder.data.shards.dataset import Shards
-from stepladder.data.shards.inputs import INPUT_KINDS, NPZ_SUFFIX, holds_shards
+from stepladder.data.shards.inputs import NPZ_SUFFIX, holds_shards, make_kind_error
 from stepladder.data.shards.reader import ShardReader
 from stepladder.data.shards.shard import recommend_chunk_rows, shards_error
 
@@ -69,7 +69,7 @@ def _describe_idx(path: Path) -> dict[str, Any]:
     """Return the facts about an IDX file, or a folder of MNIST's."""
     if not path.is_dir():
         if read_idx_magic(path) not in (-1, idx.LABELS_MAGIC, idx.IMAGES_MAGIC):
-            raise InputError(f"{path} is of no kind that is known", f"give {INPUT_KINDS}")
+            raise make_kind_error(str(path), "is of no kind that is known")
         return _describe_arrays("idx", path, {path: idx.read_idx(path)})
     if idx.has_mnist_files(path):
         mnist = vars(idx.read_mnist(path))

@@ -42,15 +42,10 @@ def compute_sha256(path: Path) -> str:
 
 
 @contextmanager
-def output_folder(path: Path, hint: str) -> Iterator[None]:
+def output_folder(path: Path) -> Iterator[None]:
     """Make a folder for the block; remove what was made if it is still empty at the end."""
     created = [folder for folder in (path, *path.parents) if not folder.exists()]
-    with (
-        durable.name_write_errors(path, hint),
-        as_input_error(
-            f"cannot write {path}", "another folder", (FileExistsError, NotADirectoryError)
-        ),
-    ):
+    with durable.name_write_errors(path, "another folder"):
         path.mkdir(parents=True, exist_ok=True)
     try:
         yield

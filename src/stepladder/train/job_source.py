@@ -133,16 +133,18 @@ def has_build(path: Path) -> bool:
     return isinstance(_read_definitions(path).get("build"), ast.FunctionDef)
 
 
-def validate_not_job(path: Path, command: str = "stepladder train") -> None:
-    """Check that a script is not a job file, which trains nothing when it is run by itself.
+def validate_is_script(path: Path, command: str = "stepladder train") -> None:
+    """Check that a script is no notebook, and no job file, which trains nothing by itself.
 
     Args:
         path: The script. Text that is not Python is left to the program that runs it.
         command: The command that trains a job, for the HINT.
 
     Raises:
-        InputError: The script is a job file.
+        InputError: The script is a notebook or a job file.
     """
+    if path.suffix == ".ipynb":
+        raise InputError(f"{path} is a notebook", f"jupyter nbconvert --to script {path}")
     try:
         definitions = _read_definitions(path)
         statements = parse_source(path).body

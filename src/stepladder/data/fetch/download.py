@@ -18,7 +18,7 @@ from stepladder.data.fetch.archive import ARCHIVE_ERRORS, unpack
 from stepladder.data.fetch.catalog import DataSet, RemoteFile
 from stepladder.data.fetch.local_source import Opener, open_source
 from stepladder.data.fetch.partial_file import BrokenTransfer, PartialFile, SourceError
-from stepladder.data.local_files import FULL_DISK_HINT, Feedback, compute_sha256, output_folder
+from stepladder.data.local_files import Feedback, compute_sha256, output_folder
 
 DOWNLOAD_TIMEOUT_S = 30.0  # without a byte from the server
 ATTEMPTS_PER_MIRROR = 5
@@ -57,7 +57,7 @@ def fetch_dataset(
         openers: dict[str, Opener] = {}
         if source is not None:
             openers = stack.enter_context(open_source(source, dataset, missing))
-        stack.enter_context(output_folder(target_dir, FULL_DISK_HINT))
+        stack.enter_context(output_folder(target_dir))
         for file in missing:
             with PartialFile(file, target_dir) as part:
                 if source is None:

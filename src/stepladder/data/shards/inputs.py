@@ -15,10 +15,18 @@ from stepladder.core.errors import InputError
 from stepladder.data import idx
 from stepladder.data import table as tables
 from stepladder.data.local_files import validate_readable
+from stepladder.data.readers.companions import has_suffix
 from stepladder.data.readers.file_rows import OpenedSource
 from stepladder.data.readers.files import is_url
 from stepladder.data.readers.listing import list_names
-from stepladder.data.readers.open_data import FORMAT_NAMES, MDS, find_format, open_named
+from stepladder.data.readers.open_data import (
+    COMPRESSED,
+    COMPRESSED_HINT,
+    FORMAT_NAMES,
+    MDS,
+    find_format,
+    open_named,
+)
 from stepladder.data.readers.open_options import OpenOptions
 from stepladder.data.shards.array_files import idx_table, npz_table, read_idx_magic
 from stepladder.data.shards.dataset import Shards, is_shards
@@ -85,7 +93,13 @@ def _open_table(path: str, names: tuple[str, ...], dtypes: dict[str, str]) -> Ta
     for name, expected in (("labels", idx.LABELS_MAGIC), ("images", idx.IMAGES_MAGIC)):
         if magic == expected:
             return idx_table({name: local}, names, local)
-    raise InputError(f"{path} is of no kind that can be sharded", f"give {INPUT_KINDS}")
+    raise make_kind_error(path, "is of no kind that can be sharded")
+
+
+def make_kind_error(path: str, problem: str) -> InputError:
+    """Return the error for an input of no kind that is known."""
+    hint = COMPRESSED_HINT if has_suffix(path, COMPRESSED) else f"give {INPUT_KINDS}"
+    return InputError(f"{path} {problem}", hint)
 
 
 def holds_shards(path: Path) -> bool:

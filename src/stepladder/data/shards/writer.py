@@ -24,7 +24,7 @@ from stepladder.data.shards.shard import (
     find_h5_files,
     recommend_chunk_rows,
 )
-from stepladder.data.shards.shard_file import CONTINUE_HINT, ShardSettings, write_shard
+from stepladder.data.shards.shard_file import ShardSettings, write_shard
 from stepladder.data.table import Block, Table, count_rows, rechunk, row_bytes
 
 SHARD_BYTES = 64 << 20  # the size of a file, where the user names no number of rows
@@ -96,7 +96,7 @@ def write_table(
         (out / SHARD_JOURNAL).unlink(missing_ok=True)  # left by a kill right after the index
         feedback.on_message(f"{out}: here already")
         return out / SHARD_INDEX
-    with output_folder(out, CONTINUE_HINT), open_journal_file(out) as file:
+    with output_folder(out), open_journal_file(out) as file:
         journal = ShardJournal(out, settings, file)
         try:
             return _write_remaining(table, journal, feedback)
