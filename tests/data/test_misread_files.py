@@ -366,6 +366,14 @@ def test_a_column_that_is_text_by_its_values_is_not_named(
     assert not capsys.readouterr().err
 
 
+def test_the_record_of_a_word_is_counted_with_damaged_ones(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_ages(tmp_path / "a.csv", "20,0", "30", "n/a", "31")
+    open_data(tmp_path / "a.csv")
+    assert "record 2 has 'n/a'" in capsys.readouterr().err
+
+
 def test_a_word_is_named_once_and_only_of_the_columns_that_are_read(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
