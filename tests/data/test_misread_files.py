@@ -350,7 +350,10 @@ def test_a_column_that_is_text_because_of_a_word_is_named(
     assert data.columns == {"age": "str", "y": "int64"}
     line = capsys.readouterr().err
     assert line.startswith(f"stepladder: {path}: column age is read as text: most of its values")
-    assert f"but record 1 has {word!r}. HINT: correct the file; or columns= " in line
+    assert (
+        f"but record 1 has {word!r}. HINT: correct the file; or open_data(PATH, columns=[NAMES]) "
+        in line
+    )
     assert line.count("\n") == 1
 
 

@@ -30,7 +30,7 @@ from stepladder.data.readers.json_values import (
     parse_object,
 )
 from stepladder.data.readers.open_options import OpenOptions
-from stepladder.data.readers.records import VALUE_HINT, IndexedSource
+from stepladder.data.readers.records import IndexedSource
 from stepladder.data.table import select_columns
 
 SCANNED_BYTES = 16 << 20  # at once
@@ -41,6 +41,10 @@ QUOTED = re.compile(r'["\r\n]')  # in lines that need the rules of CSV
 QUOTED_TWICE = re.compile(r'".*"".*"', re.DOTALL)  # a text that CSV would have written
 CSV_HINT = 'quotation marks around a value that has some, and these twice: "5"" disk"'
 TSV_HINT = "quotation marks around the names too, if they are those of CSV; or correct the line"
+WORD_HINT = (
+    "correct the file; or open_data(PATH, columns=[NAMES]) without this column, or"
+    " decode=FUNCTION, which makes a number of such a value"
+)
 MAX_HEADER_BYTES = 1 << 20
 MAX_FIELD_BYTES = (1 << 31) - 1
 UTF_16_MARKS = (b"\xff\xfe", b"\xfe\xff")
@@ -308,7 +312,7 @@ class CsvSource(IndexedSource):
         file, row = self.find_record(words[0])
         problem = f"{file}: column {name} is read as text: most of its values are numbers, but"
         value = rows[words[0]][name]
-        _print_once(str(InputError(f"{problem} record {row} has {value!r:.80}", VALUE_HINT)))
+        _print_once(str(InputError(f"{problem} record {row} has {value!r:.80}", WORD_HINT)))
 
 
 def _find_type(texts: list[str]) -> np.dtype[Any] | None:

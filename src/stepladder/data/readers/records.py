@@ -23,7 +23,6 @@ from stepladder.data.readers.record_index import load_index
 from stepladder.data.table import find_column, select_columns
 
 MAX_FIRST_RECORDS = 16  # of which one shows the columns; the others may be damaged
-VALUE_HINT = f"correct the file; or {COLUMN_HINT}"
 OPEN_INDEXES = 64  # the most files whose offsets are kept in memory
 
 
@@ -195,7 +194,8 @@ class RecordSource(FileRows):
         try:
             self._stack(name, [sample])
         except (ValueError, InputError) as error:
-            raise locate_error(*self.find_record(index), error, VALUE_HINT) from error
+            hint = f"correct the file; or {COLUMN_HINT}"
+            raise locate_error(*self.find_record(index), error, hint) from error
 
     def _stack(self, name: str, samples: list[Sample]) -> Any:
         """Return one column of samples."""
