@@ -25,7 +25,7 @@ JOB = Rung(
     "job",
     "train it as a job",
     "The lines that make the model, the data and the loss become a file that `stepladder train` "
-    "trains; the loop is that of stepladder.",
+    "trains with its own loop.",
     "Results would depend on the number of processes, and a kill would cost the run.",
     (),
 )
