@@ -42,6 +42,12 @@ def test_a_shorter_loader_keeps_the_first_batches_and_the_last_one(
     assert len(whole) == -(-length // 10)
 
 
+def test_batches_of_one_sample_are_odd_in_number() -> None:
+    loader = DataLoader(range(5), batch_size=1)  # type: ignore[arg-type]
+    shorten(loader, batches=9)
+    assert len(list(loader)) == 5
+
+
 def test_a_loader_whose_batches_have_no_size_is_left_alone() -> None:
     loader = DataLoader(range(8), batch_sampler=[[0, 1], [2, 3]])  # type: ignore[arg-type]
     shorten(loader, batches=1)
