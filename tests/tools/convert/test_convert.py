@@ -391,6 +391,30 @@ def test_a_script_of_another_kind_climbs_the_whole_ladder(
 
 
 @pytest.mark.slow
+def test_a_model_that_is_trained_by_its_parts_and_decides_by_an_attribute_is_right(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copy(Path(__file__).parent / "scripts" / "fits_itself.py", tmp_path / "train.py")
+    result = convert_in(tmp_path, monkeypatch, "f")
+    assert result.stopped == ""
+    text = result.files["train.py"]
+    for expected in (
+        "        average_gradients(self)\n        optimizer =",
+        "        batch_size = share_of_batch(batch_size)\n",
+        "losses.append(total / (sum_over_processes(step + 1)))",
+        "            meter.mean = mean_by_batches(meter.mean)\n            if meter.mean < best:",
+        'os.makedirs("results", exist_ok=True)',
+    ):
+        assert expected in text
+    (tmp_path / "train_ddp.py").write_text(text)
+    lines = [
+        run(*start, "train_ddp.py", cwd=tmp_path).stdout.replace("[rank 0] ", "").splitlines()
+        for start in (("run", "--nproc", "1"), ("run", "--nproc", "2"))
+    ]
+    assert lines[0][-6:] == lines[1][-6:]
+
+
+@pytest.mark.slow
 def test_batch_norm_sees_the_whole_batch_and_callers_have_the_model_inside(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,13 +18,14 @@ from stepladder.tools.check.recording import RankLog, Recording
 from stepladder.tools.convert.facts import ScriptFacts
 from stepladder.tools.convert.helpers import HELPERS
 from stepladder.tools.convert.ladder import compose
-from stepladder.tools.convert.rungs import (
-    FIRST_STEPS,
-    Conversion,
-    find_lines_not_judged,
-    shorten_epochs,
+from stepladder.tools.convert.rungs import Conversion, find_lines_not_judged
+from stepladder.tools.convert.rungs_files import write_once
+from stepladder.tools.convert.shortening import FIRST_STEPS, shorten_epochs
+from stepladder.tools.convert.shown_expressions import (
+    find_deciding_value,
+    find_shown_expression,
+    take_of_all,
 )
-from stepladder.tools.convert.shown_expressions import find_deciding_value, find_shown_expression
 from stepladder.tools.convert.source import CannotConvert, SourceText, diff
 from stepladder.tools.probe.events import CodeLine
 
@@ -188,6 +189,8 @@ def test_a_snapshot_has_what_an_object_changes() -> None:
         (["y = x", "x = y", "print(x)", "if x < y: stop()"], None),
         (["x = mean(loader)", "print(x)", "if x < 9: x.backward()"], None),
         (["x = 0.0", "x += mean(loader)", "print(x)", "if x < best: stop()"], None),
+        (["x.add(loader)", "print(x.mean)", "if x.mean < best: stop()"], "x.mean"),
+        (["x.add(loader)", "print(x.mean)", "if x.sum < best: stop()"], None),
     ],
 )
 def test_the_value_by_which_a_script_decides_is_that_of_all(
@@ -200,6 +203,21 @@ def test_the_value_by_which_a_script_decides_is_that_of_all(
     ]
     value = find_deciding_value(source, shown)
     assert (value and source.text_of(value)) == deciding
+
+
+@pytest.mark.parametrize("is_shown_first", [True, False])
+def test_an_attribute_by_which_a_script_decides_becomes_that_of_all_before_it_is_read(
+    is_shown_first: bool, tmp_path: Path
+) -> None:
+    readers = ["print(x.mean)\n", "if x.mean < best:\n    best = x.mean\n"]
+    lines = "".join(readers if is_shown_first else reversed(readers))
+    (tmp_path / "train.py").write_text(f"x.add(loader)\n{lines}")
+    source = SourceText.read(tmp_path / "train.py", "train.py")
+    [shown] = [
+        call.args[0] for call in source.nodes(ast.Call) if source.text_of(call.func) == "print"
+    ]
+    edits = take_of_all(source, shown, "mean_of")
+    assert source.apply(edits).text == f"x.add(loader)\nx.mean = mean_of(x.mean)\n{lines}"
 
 
 def test_lines_that_no_run_has_shown_or_that_showed_a_0_are_not_judged(tmp_path: Path) -> None:
@@ -229,7 +247,31 @@ def test_what_prints_in_rare_steps_and_was_not_judged_prints_in_the_first_steps(
     ]
 
 
+def test_each_process_may_make_a_folder_unless_the_script_asks_whether_it_was_there(
+    tmp_path: Path,
+) -> None:
+    script = tmp_path / "train.py"
+    kept = "import os\ntry:\n    os.mkdir(a)\nexcept FileExistsError:\n    n += 1\n"
+    script.write_text(f"{kept}os.mkdir(b)\nos.makedirs(c,)\nos.makedirs(d, exist_ok=False)\n")
+    conversion = convert_printed(script, [])
+    text = compose(conversion.files, [list(write_once(conversion))])["train.py"].text
+    assert text == (
+        f"{kept}os.makedirs(b, exist_ok=True)\nos.makedirs(c,exist_ok=True)\n"
+        "os.makedirs(d, exist_ok=False)\n"
+    )
+
+
 def convert_printed(script: Path, printed: list[Print]) -> Conversion:
     """Return the conversion of a script whose run has printed some lines."""
     facts = ScriptFacts(Recording([RankLog(0, [*printed])], 1))
     return Conversion(script.name, {script.name: SourceText.read(script, script.name)}, facts)
+
+
+def test_a_module_that_a_helper_imports_takes_no_name_from_the_script(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("from time import time\nprint(time())\n")
+    file = SourceText.read(tmp_path / "train.py", "train.py")
+    edits = [file.insert_before(file.tree.body[1], "save_without_barrier(1, time.ctime())")]
+    text = compose({"train.py": file}, [edits])["train.py"].text
+    assert "import time as time_module\n" in text
+    assert "time_module.sleep(0.01)" in text and "time_module.ctime()" in text
+    assert "\nprint(time())\n" in text

@@ -28,19 +28,22 @@ from stepladder.tools.convert.proof import (
     starts_of_original,
     why_failed,
 )
-from stepladder.tools.convert.rungs import (
-    Conversion,
-    describe_not_judged,
-    shorten_epochs,
-    write_once,
+from stepladder.tools.convert.rungs import Conversion, is_of_evaluation
+from stepladder.tools.convert.rungs_files import describe_not_judged, write_once
+from stepladder.tools.convert.shortening import shorten_epochs
+from stepladder.tools.convert.shown_expressions import (
+    find_deciding_value,
+    find_shown_expression,
+    take_of_all,
 )
-from stepladder.tools.convert.shown_expressions import find_deciding_value, find_shown_expression
 from stepladder.tools.convert.source import CannotConvert, Edit, EditedText, SourceText, diff
 from stepladder.tools.convert.starts import ScriptStarter, Started, write_texts
 from stepladder.tools.convert.to_job import JOB, write_job
 
 TriedWay = tuple[list[Edit], dict[str, EditedText], RungProof]
-WAYS_TO_MEND = ("sum_over_processes", "mean_over_processes")
+# Processes evaluate different numbers of batches; the difference may be too small to be seen.
+WAYS_TO_MEND_EVALUATION = ("mean_by_batches", "mean_over_processes", "sum_over_processes")
+WAYS_TO_MEND = ("sum_over_processes", "mean_by_batches", "mean_over_processes")
 
 
 @dataclass(frozen=True)
@@ -305,16 +308,19 @@ class Converter:
                 node = file and find_shown_expression(file, location.line, number.text, position)
                 if not file or not node:
                     return candidate, edited, proof
+                origin = find_deciding_value(file, node)
                 order = WAYS_TO_MEND if number.is_counter else WAYS_TO_MEND[::-1]
+                if is_of_evaluation(conversion, file, origin or node):
+                    order = WAYS_TO_MEND_EVALUATION
                 wrong[file, node] = order
-                if (origin := find_deciding_value(file, node)) is not None:
+                if origin is not None:
                     deciding[file, origin] = order
             for key, order in (deciding or wrong).items():  # others may follow from what decides
                 ways[key] = ways[key][1:] if key in ways else order
             if not all(ways.values()):
                 break
-            wrapped = [file.wrap(node, f"{names[0]}(") for (file, node), names in ways.items()]
-            candidate = [*edits, *chain.from_iterable(wrapped)]
+            changes = [take_of_all(file, node, names[0]) for (file, node), names in ways.items()]
+            candidate = [*edits, *chain.from_iterable(changes)]
             edited, proof = self.try_edits(conversion, rung, [*steps, candidate])
         return candidate, edited, proof
 

@@ -137,6 +137,12 @@ class ScriptFacts:
         return [model for model in called if model not in parts]
 
     @cached_property
+    def parts_of_named_models(self) -> set[int]:
+        """The models that are attributes of others where an optimizer is made, such as `self`."""
+        named = [item for _, models in self.optimizer_places for item in models]
+        return {part for _, model, parts in named for part in parts if part != model}
+
+    @cached_property
     def model_names(self) -> set[str]:
         """The names that functions have for the trained models."""
         names = {

@@ -52,12 +52,15 @@ class ShareOfSampler:
         rank, size = dist.get_rank(), dist.get_world_size()
         draws = iter(self.sampler)
         drawn = [None]
+        DataLoader.given = 0  # in the last pass, of all modules
         while drawn != [[]]:
             drawn = [list(islice(draws, 1000 * size))]
             dist.broadcast_object_list(drawn)
             if self.has_equal_shares:  # a last batch that has none gets samples twice
                 drawn[0] += drawn[0][: -len(drawn[0]) % size]
-            yield from drawn[0][rank::size]
+            for item in drawn[0][rank::size]:
+                DataLoader.given += 1
+                yield item
 
     def __len__(self):
         first = 0 if self.has_equal_shares else dist.get_rank()
@@ -116,10 +119,26 @@ def mean_over_processes(value):
     if isinstance(value, tuple):
         return tuple(map(mean_over_processes, value))
     return sum_over_processes(value) / dist.get_world_size()''',
+    "mean_by_batches": '''\
+def mean_by_batches(value):
+    """Return the mean over all batches of the last pass, from the mean of this process's."""
+    given = DataLoader.given
+    return sum_over_processes(value * given) / sum_over_processes(given)''',
     "inner_model": '''\
 def inner_model(model):
     """Return the model inside of the wrapper, if there is one."""
     return getattr(model, "module", model)''',
+    "average_gradients": '''\
+def average_gradients(model):
+    """Average each gradient over all processes once it is there, also if a part is called alone."""
+
+    def average(parameter):
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= dist.get_world_size()
+
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(average)''',
     "draw_own_numbers": '''\
 def draw_own_numbers():
     """Let the model and the loop draw other random numbers in each process from here on."""

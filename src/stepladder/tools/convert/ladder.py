@@ -5,10 +5,11 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
-from stepladder.tools.convert import rungs, rungs_snapshot
+from stepladder.tools.check.script_source import stored_names
+from stepladder.tools.convert import rungs, rungs_files, rungs_snapshot
 from stepladder.tools.convert.helpers import HELPERS, IMPORTS
 from stepladder.tools.convert.rungs import Conversion, Edits
 from stepladder.tools.convert.source import Edit, EditedText, SourceText
@@ -57,14 +58,15 @@ RUNGS = (
         "c",
         "average the gradients",
         "The model is wrapped, so that all processes make the same step; its attributes are read "
-        "from the model inside. Batch norm, if there is any, sees the whole batch, for "
-        "which torch needs GPUs.",
+        "from the model inside. If its parts are called alone, each gradient is averaged. Batch "
+        "norm, if there is any, sees the whole batch, for which torch needs GPUs.",
         "Each process would train another model, on its share alone.",
         (
             rungs.wrap_models,
             rungs.scale_summed_loss,
             partial(rungs.wrap_models, arguments=", find_unused_parameters=True"),
             partial(rungs.wrap_models, arguments=", broadcast_buffers=False"),
+            rungs.average_by_hooks,
         ),
         frozenset({"samples", "gradients"}),
     ),
@@ -89,7 +91,7 @@ RUNGS = (
         "write files once",
         "One process writes each file, and a snapshot is there whole or not at all.",
         "All processes would write the same file at once, and could leave half of it.",
-        (rungs.write_once,),
+        (rungs_files.write_once,),
         ALL_OF_A_RUN,
     ),
     Rung(
@@ -118,8 +120,28 @@ def compose(files: dict[str, SourceText], steps: Sequence[list[Edit]]) -> dict[s
     for name, file in files.items():
         edits = [edit for step in steps for edit in dict.fromkeys(step) if edit.file == name]
         if edits:
-            composed[name] = file.apply([*definitions(file, _names_used(edits)), *edits])
+            added = [*definitions(file, _names_used(edits)), *edits]
+            composed[name] = file.apply(_rename_modules(file, added))
     return composed
+
+
+def _rename_modules(file: SourceText, edits: list[Edit]) -> list[Edit]:
+    """Return edits with other names for the modules whose names mean something else in a file.
+
+    With `from time import time` in the file, `import time` would take the function away from it.
+    """
+    stored = {*stored_names(file.tree), *(item.name for item in file.nodes(ast.FunctionDef))}
+    for name, line in IMPORTS.items():
+        _, module, *_ = line.split()
+        is_other = name in stored or file.imported_names.get(name, module) != module
+        if line.startswith("import") and line not in file.lines and is_other:
+            other = f"{name}_module"
+            for pattern, text in (
+                (rf"(?m)^{line}$", f"import {module} as {other}"),
+                (rf"(?<![.\w]){name}(?=\.)", other),
+            ):
+                edits = [replace(edit, text=re.sub(pattern, text, edit.text)) for edit in edits]
+    return edits
 
 
 def _names_used(edits: list[Edit]) -> set[str]:

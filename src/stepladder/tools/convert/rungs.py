@@ -24,7 +24,6 @@ from stepladder.tools.convert.source import CannotConvert, Edit, Scope, SourceTe
 from stepladder.tools.findings.finding import Location
 
 LOGGING_METHODS = ("debug", "info", "warning", "error", "critical")
-FIRST_STEPS = 4  # enough for a mean, and few where the script evaluates in these steps
 BATCH_SIZE = "batch_size"
 RANK_0 = "dist.get_rank() == 0"
 # What a wrapped model answers as the model does.
@@ -91,7 +90,8 @@ class Conversion:
         be one whose name the calls of the training come to, or leaves that to its caller.
         """
         wrappings: dict[int, tuple[Location, list[str]]] = {}
-        for model in self.facts.trained_models:
+        inner = self.facts.parts_of_named_models
+        for model in (item for item in self.facts.trained_models if item not in inner):
             calling = list(self.scopes_that_call(model))
             named = []
             for location, models in self.facts.optimizer_places:
@@ -99,7 +99,9 @@ class Conversion:
                 if names and self.is_known(location):
                     own = [name for name in names if name.startswith("self.")]
                     names = list(dict.fromkeys([names[0], *own]))
-                    named.append((bool(own) or self.scope(location) in calling, location, names))
+                    is_called = bool(own) or self.scope(location) in calling
+                    if is_called or not calling or "." in names[0]:
+                        named.append((is_called, location, names))
             if named:
                 _, location, names = max(named, key=itemgetter(0))  # the first one
                 wrappings[model] = location, names
@@ -202,8 +204,11 @@ def _divide_size(conversion: Conversion, file: SourceText, call: ast.Call) -> Ed
         ]
         if name not in parameters or not callers:
             break
+        given = _size_of(*callers[0], parameters, name)
+        if given is None:  # by default, or by what decorates the function
+            break
         file, call = callers[0]
-        size = _size_of(file, call, parameters, name)
+        size = given
     if isinstance(size, ast.Name | ast.Attribute | ast.Subscript):
         text = file.text_of(size)
         statement = file.statement_at(call.lineno)
@@ -279,26 +284,6 @@ def _find_loops_around(
                         yield file, loop
 
 
-def shorten_epochs(conversion: Conversion, epochs: int) -> Edits:
-    """Return the edits of a run that is to come to all lines: it makes a few epochs.
-
-    What prints in each hundredth step, say, and has shown nothing, prints in the first steps, too.
-    """
-    for file, loop in find_epoch_loops(conversion):
-        yield from file.wrap(loop.iter, '__import__("itertools").islice(', f", {epochs})")
-    conditions = {
-        (file, node.test): None
-        for file, call in find_lines_not_judged(conversion)
-        for node in file.parents_of(call)
-        if isinstance(node, ast.If)
-    }
-    for file, test in conditions:
-        for node in file.nodes(ast.Compare, test):
-            if isinstance(node.left, ast.BinOp) and isinstance(node.left.op, ast.Mod):
-                text = f" or {file.text_of(node.left)} < {FIRST_STEPS})"
-                yield from file.wrap(node, "(", text)
-
-
 def _iterates_at(loop: ast.stmt, line: int) -> bool:
     return isinstance(loop, ast.For) and loop.iter.lineno <= line <= (loop.iter.end_lineno or 0)
 
@@ -319,7 +304,7 @@ def wrap_models(conversion: Conversion, arguments: str = "") -> Edits:
     facts = conversion.facts
     if missing := set(facts.trained_models) - conversion.wrappings.keys():
         raise CannotConvert(
-            f"{len(missing)} trained models have no name where their optimizer is made"
+            f"{len(missing)} trained models have no name of their own where their optimizer is made"
         )
     for model, (location, names) in conversion.wrappings.items():
         name = names[0]
@@ -328,10 +313,36 @@ def wrap_models(conversion: Conversion, arguments: str = "") -> Edits:
             text = f"{name} = torch.nn.SyncBatchNorm.convert_sync_batchnorm({name})\n{text}"
         file, statement = conversion.file(location), conversion.statement(location)
         yield file.insert_before(statement, text)
+    yield from _draw_own_numbers(conversion, file, statement)
+    yield from _name_inner_models(conversion)
+
+
+def _draw_own_numbers(conversion: Conversion, file: SourceText, statement: ast.stmt) -> Edits:
     # Data that are drawn before the training are the same in all processes.
     file, statement = next(find_epoch_loops(conversion), (file, statement))
     yield file.insert_before(statement, "draw_own_numbers()")
-    yield from _name_inner_models(conversion)
+
+
+def average_by_hooks(conversion: Conversion) -> Edits:
+    """Average each gradient once it is computed: no wrapper sees the call of a part of a model."""
+    facts = conversion.facts
+    places: dict[int, tuple[Location, str]] = {}  # the outermost of each model
+    inner = set[int]()
+    for location, models in facts.optimizer_places:
+        for name, model, parts in models * conversion.is_known(location):
+            if name and {model, *parts}.intersection(facts.trained_models):
+                places[model] = location, name
+                inner |= {*parts} - {model}
+    if not places:
+        raise CannotConvert("the trained models have no name where their optimizer is made")
+    for model in places.keys() - inner:
+        location, name = places[model]
+        file, statement = conversion.file(location), conversion.statement(location)
+        text = f"average_gradients({name})"
+        if facts.models_with_batch_norm:
+            text = f"torch.nn.SyncBatchNorm.convert_sync_batchnorm({name})\n{text}"
+        yield file.insert_before(statement, text)
+    yield from _draw_own_numbers(conversion, file, statement)
 
 
 def _name_inner_models(conversion: Conversion) -> Edits:
@@ -340,7 +351,7 @@ def _name_inner_models(conversion: Conversion) -> Edits:
         for node in file.nodes(ast.Attribute):
             if node.attr not in KEPT_BY_WRAPPER and _is_model(conversion, file, node.value):
                 yield from _name_inner_model(conversion, file, node.value)
-    for file, call in _calls_of(conversion, "torch.save"):
+    for file, call in calls_of(conversion, "torch.save"):
         for value in call.args[:1]:
             if _is_model(conversion, file, value):
                 yield from _name_inner_model(conversion, file, value)
@@ -398,10 +409,42 @@ def _add_sums(conversion: Conversion, of_training: bool) -> Edits:
         inside = set(ast.walk(loop))
         loader_names = _names_of_loader(file, loop, loader_name)
         scopes = following if of_training else [file.scope_of(loop)]
+        for count in _numbers_of_batches(file, loop):
+            yield from file.wrap(count, "sum_over_processes(")
         for call in (call for scope in scopes for call in file.nodes(ast.Call, scope)):
             is_length = last_name(call.func) == "len" and bool(call.args)
             if is_length and call not in inside and file.text_of(call.args[0]) in loader_names:
                 yield from file.wrap(call, "sum_over_processes(")
+
+
+def is_of_evaluation(conversion: Conversion, file: SourceText, node: ast.expr) -> bool:
+    """Return whether an expression has what loops over loaders make that train nothing.
+
+    It names something that such a loop uses, or such a loader, and none that trains.
+    """
+    names = {item.id for item in file.nodes(ast.Name, node)}
+    kinds = []
+    for of_training in (False, True):
+        loaders = [item for item in conversion.facts.loaders if item.is_training is of_training]
+        uses = chain.from_iterable(use for loader in loaders for use in loader.uses)
+        known = {use.name for use in uses}
+        for other, loop, _ in _find_loops_over(conversion, of_training):
+            if other is file and not isinstance(node, ast.Call):
+                known |= {item.id for item in file.nodes(ast.Name, loop)}
+        kinds.append(bool(names & known))
+    return kinds == [True, False]
+
+
+def _numbers_of_batches(file: SourceText, loop: ast.For) -> Iterator[ast.expr]:
+    """Yield the expressions after a loop that add 1 to its index, which is counted from 0."""
+    match loop.target, loop.iter:
+        case ast.Tuple(elts=[ast.Name(id=index), _]), ast.Call(ast.Name("enumerate"), [_]):
+            for statement in _statements_after(file, loop):
+                if index in stored_names(statement):  # counted anew
+                    return
+                for node in file.nodes(ast.BinOp, statement):
+                    if ast.unparse(node) == f"{index} + 1":
+                        yield node
 
 
 def _find_loops_over(
@@ -486,7 +529,7 @@ def keep_numbers_of_training(conversion: Conversion) -> Edits:
     yield file.insert_before(begin, "show_on_one_process()")
 
 
-def _calls_of(conversion: Conversion, name: str) -> Iterator[tuple[SourceText, ast.Call]]:
+def calls_of(conversion: Conversion, name: str) -> Iterator[tuple[SourceText, ast.Call]]:
     """Yield the calls of a function in all files, by the name that it has without aliases.
 
     A run that is cut short has not come to those after the training.
@@ -510,47 +553,6 @@ def find_lines_not_judged(conversion: Conversion) -> Iterator[tuple[SourceText, 
         is_fixed = all(isinstance(argument, ast.Constant) for argument in call.args)
         if not is_fixed and not judged & locations_of(file, call):
             yield file, call
-
-
-def write_once(conversion: Conversion, save: str = "save_once") -> Edits:
-    """Let one process write files, each whole or not at all."""
-    for file, call in _calls_of(conversion, "torch.save"):
-        yield file.replace(call.func, save)
-    for location in filter(conversion.is_known, conversion.facts.folders):
-        calls = [*conversion.calls(location, "mkdir"), *conversion.calls(location, "makedirs")]
-        file = conversion.file(location)
-        if calls and "exist_ok=True" not in file.text_of(calls[0]):
-            yield from file.guard(conversion.statement(location), RANK_0)
-    for location in _find_other_writes(conversion):
-        file = conversion.file(location)
-        statement = conversion.statement(location)
-        if isinstance(statement, ast.Assign):  # a writer, which other lines use
-            yield from file.wrap(statement.value, "", f" if {RANK_0} else Nothing()")
-        else:
-            yield from file.guard(statement, RANK_0)
-
-
-def _find_other_writes(conversion: Conversion) -> list[Location]:
-    """Return the lines that write, rename or remove files, but for those of torch.save."""
-    calls = _calls_of(conversion, "torch.save")
-    saves = {location for file, call in calls for location in locations_of(file, call)}
-    writes = filter(conversion.is_known, conversion.facts.writes)
-    return [location for location in writes if location not in saves]
-
-
-def describe_not_judged(conversion: Conversion, letter: str) -> list[str]:
-    """Return a line for each place that the proof of a rung cannot judge."""
-    if letter == "e":
-        return [
-            f"{file.name}:{call.lineno} prints what no run has shown, or a 0 each time"
-            for file, call in find_lines_not_judged(conversion)
-        ]
-    if letter == "f":
-        return [
-            f"{location.file}:{location.line} is done on process 0, perhaps with its share alone"
-            for location in _find_other_writes(conversion)
-        ]
-    return []
 
 
 def scale_summed_loss(conversion: Conversion) -> Edits:

@@ -9,7 +9,7 @@ from contextlib import suppress
 
 from stepladder.tools.check.relations.shown import SHOWN_NUMBER
 from stepladder.tools.check.script_source import dotted_name, find_nodes, stored_names
-from stepladder.tools.convert.source import SourceText
+from stepladder.tools.convert.source import Edit, SourceText
 
 FIELD_OF_PERCENT = re.compile(r"%(?P<name>)[-+#0]*[\d.]*[a-zA-Z]")
 FIELD_OF_FORMAT = re.compile(r"\{(?P<name>\w*)[^{}]*\}")
@@ -40,14 +40,13 @@ def find_shown_expression(file: SourceText, line: int, text: str, position: int)
 
 
 def find_deciding_value(file: SourceText, shown: ast.expr) -> ast.expr | None:
-    """Return what is assigned to a shown variable by which the script decides what to do next.
+    """Return what a shown variable has by which the script decides what to do next.
 
-    Each process must decide alike, so the value itself is that of all, and not only what is shown.
+    Each process must decide alike, so the value itself is that of all, and not only what is shown:
+    what is assigned to a variable, or an attribute.
     """
     scope = file.scope_of(shown)
-    tests = [item.test for item in find_nodes(scope, ast.If)]
-    tests += [item.test for item in find_nodes(scope, ast.While)]
-    tested = {node.id for test in tests for node in find_nodes(test, ast.Name)}
+    tested = {text for test in _tests_in(scope) for text in _names_in(file, test)}
     stored = stored_names(scope)
     known = {
         target.id: item.value
@@ -61,7 +60,34 @@ def find_deciding_value(file: SourceText, shown: ast.expr) -> ast.expr | None:
     value: ast.expr | None = shown
     while isinstance(value, ast.Name):
         value = known.pop(value.id, None) if value.id in tested else None
-    return value if value is not shown else None
+    is_decided = value is not shown or file.text_of(shown) in tested
+    return value if is_decided else None
+
+
+def _tests_in(scope: ast.AST) -> list[ast.expr]:
+    tests = [item.test for item in find_nodes(scope, ast.If)]
+    return [*tests, *(item.test for item in find_nodes(scope, ast.While))]
+
+
+def _names_in(file: SourceText, node: ast.AST) -> set[str]:
+    """Return the variables and attributes in an expression."""
+    kinds = (ast.Name, ast.Attribute)
+    return {file.text_of(item) for kind in kinds for item in find_nodes(node, kind)}
+
+
+def take_of_all(file: SourceText, node: ast.expr, helper: str) -> list[Edit]:
+    """Return the edits that make a value that of all processes.
+
+    An attribute by which the script decides gets it before the first statement that reads it.
+    """
+    text, shown = file.text_of(node), file.statement_at(node.lineno)
+    tests = [test for test in _tests_in(file.scope_of(node)) if text in _names_in(file, test)]
+    if not isinstance(node, ast.Attribute) or not tests:
+        return file.wrap(node, f"{helper}(")
+    tested = {item for test in tests for item in file.parents_of(test)}
+    block = file.block_of(shown)
+    first = next(item for item in block if item is shown or item in tested)
+    return [file.insert_before(first, f"{text} = {helper}({text})")]
 
 
 def _pieces_of_call(call: ast.Call) -> list[Piece]:

@@ -1,0 +1,75 @@
+"""The rung by which one process writes files, and what no proof judges."""
+
+from __future__ import annotations
+
+import ast
+
+from stepladder.tools.check.script_source import last_name, locations_of
+from stepladder.tools.convert.rungs import (
+    RANK_0,
+    Conversion,
+    Edits,
+    calls_of,
+    find_lines_not_judged,
+)
+from stepladder.tools.convert.source import Edit
+from stepladder.tools.findings.finding import Location
+
+
+def write_once(conversion: Conversion, save: str = "save_once") -> Edits:
+    """Let one process write files, each whole or not at all."""
+    for file, call in calls_of(conversion, "torch.save"):
+        yield file.replace(call.func, save)
+    yield from _let_all_make_folders(conversion)
+    for location in _find_other_writes(conversion):
+        file = conversion.file(location)
+        statement = conversion.statement(location)
+        if isinstance(statement, ast.Assign):  # a writer, which other lines use
+            yield from file.wrap(statement.value, "", f" if {RANK_0} else Nothing()")
+        else:
+            yield from file.guard(statement, RANK_0)
+
+
+def _let_all_make_folders(conversion: Conversion) -> Edits:
+    """Let each process make a folder that another one may have made since it asked for it.
+
+    What remembers that the folder was there is done by one process.
+    """
+    for file, call in conversion.all_calls():
+        name, text = file.qualified_name(call.func), file.text_of(call)
+        is_made = bool(locations_of(file, call).intersection(conversion.facts.folders))
+        is_known = is_made and last_name(call.func) in ("mkdir", "makedirs")
+        if "exist_ok" in text or not (is_known or name in ("os.mkdir", "os.makedirs")):
+            continue
+        if any(isinstance(item, ast.Try) for item in file.parents_of(call)):
+            if is_made:
+                yield from file.guard(file.statement_at(call.lineno), RANK_0)
+            continue
+        if name == "os.mkdir":
+            yield file.replace(call.func, "os.makedirs")
+        end = file.end(call) - 1
+        is_first = text[:-1].rstrip()[-1] in "(,"
+        yield Edit(file.name, end, end, f"{', ' * (not is_first)}exist_ok=True")
+
+
+def _find_other_writes(conversion: Conversion) -> list[Location]:
+    """Return the lines that write, rename or remove files, but for those of torch.save."""
+    calls = calls_of(conversion, "torch.save")
+    saves = {location for file, call in calls for location in locations_of(file, call)}
+    writes = filter(conversion.is_known, conversion.facts.writes)
+    return [location for location in writes if location not in saves]
+
+
+def describe_not_judged(conversion: Conversion, letter: str) -> list[str]:
+    """Return a line for each place that the proof of a rung cannot judge."""
+    if letter == "e":
+        return [
+            f"{file.name}:{call.lineno} prints what no run has shown, or a 0 each time"
+            for file, call in find_lines_not_judged(conversion)
+        ]
+    if letter == "f":
+        return [
+            f"{location.file}:{location.line} is done on process 0, perhaps with its share alone"
+            for location in _find_other_writes(conversion)
+        ]
+    return []

@@ -1,0 +1,64 @@
+"""A script whose runs make a few epochs, and come to all lines."""
+
+from __future__ import annotations
+
+import ast
+
+from stepladder.tools.check.script_source import parameters_of, stored_names
+from stepladder.tools.convert.rungs import (
+    Conversion,
+    Edits,
+    find_epoch_loops,
+    find_lines_not_judged,
+)
+from stepladder.tools.convert.source import SourceText
+
+FIRST_STEPS = 4  # enough for a mean, and few where the script evaluates in these steps
+
+
+def shorten_epochs(conversion: Conversion, epochs: int) -> Edits:
+    """Return the edits of a run that is to come to all lines: it makes a few epochs.
+
+    What prints in each hundredth step, say, and has shown nothing, prints in the first steps, too.
+    """
+    for file, loop in find_epoch_loops(conversion):
+        lower = _lower_last_epoch(file, loop, epochs)  # no line is added: runs tell lines apart
+        before = f'__import__("itertools").islice([{lower}, '
+        yield from file.wrap(loop.iter, before, f"][1], {epochs})")
+    conditions = {
+        (file, node.test): None
+        for file, call in find_lines_not_judged(conversion)
+        for node in file.parents_of(call)
+        if isinstance(node, ast.If)
+    }
+    for file, test in conditions:
+        for node in file.nodes(ast.Compare, test):
+            if isinstance(node.left, ast.BinOp) and isinstance(node.left.op, ast.Mod):
+                text = f" or {file.text_of(node.left)} < {FIRST_STEPS})"
+                yield from file.wrap(node, "(", text)
+
+
+def _lower_last_epoch(file: SourceText, loop: ast.For, epochs: int) -> str:
+    """Return an expression that lowers the end of a range of epochs, which later lines use."""
+    for call in file.nodes(ast.Call, loop.iter):
+        match call:
+            case ast.Call(ast.Name("range"), [end] | [_, end, *_]):
+                pass
+            case _:
+                continue
+        if isinstance(end, ast.BinOp):
+            end = end.left
+        if not isinstance(end, ast.Name | ast.Attribute | ast.Subscript):
+            continue
+        name = file.text_of(end)
+        excess = f"max(0, len({file.text_of(call)}) - {epochs})"
+        scope = file.scope_of(loop)
+        own = stored_names(scope)
+        if not isinstance(scope, ast.Module):
+            own += parameters_of(scope)
+        if name in own:
+            return f"({name} := {name} - {excess})"
+        is_global = f"global {name}; " * isinstance(end, ast.Name)
+        lines = f"{is_global}\ntry: {name} -= {excess}\nexcept Exception: pass"  # it may be frozen
+        return f"exec({lines!r})"
+    return "None"
