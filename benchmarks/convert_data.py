@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import h5py
 import numpy as np
 import torch
 from check_field import WRITERS, random_numbers, write_mnist
@@ -166,6 +167,128 @@ def write_stock(folder: Path) -> None:
     (folder / "dataset_1.csv").write_bytes(text.encode("gb2312"))
 
 
+def write_signs(folder: Path) -> None:
+    """Write pictures of hands whose name begins with the class, as SIGNS stores them."""
+    random = np.random.default_rng(0)
+    for part, count in (("train", 200), ("val", 45)):
+        target = folder / f"{part}_signs"
+        target.mkdir(parents=True, exist_ok=True)
+        for number in range(count):
+            label = number % 6
+            _draw_picture(random, label, 64).save(
+                target / f"{label}_IMG_{number:04d}.jpg", quality=90
+            )
+
+
+def write_patches(folder: Path) -> None:
+    """Write pairs of blurred and sharp patches, as the preparation of SRCNN stores them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    random = np.random.default_rng(0)
+
+    def draw(size: int) -> tuple[np.ndarray, np.ndarray]:
+        sharp = np.kron(random.integers(0, 256, (size // 3, size // 3)), np.ones((3, 3)))
+        sharp = sharp.astype(np.float32)
+        blurred = (sharp + np.roll(sharp, 1, 0) + np.roll(sharp, 1, 1)) / 3
+        return blurred, sharp
+
+    pairs = [draw(33) for _ in range(200)]
+    with h5py.File(folder / "train.h5", "w") as file:
+        file.create_dataset("lr", data=np.stack([pair[0] for pair in pairs]))
+        file.create_dataset("hr", data=np.stack([pair[1] for pair in pairs]))
+    with h5py.File(folder / "eval.h5", "w") as file:
+        low, high = file.create_group("lr"), file.create_group("hr")
+        for number in range(5):
+            blurred, sharp = draw(48)
+            low.create_dataset(str(number), data=blurred)
+            high.create_dataset(str(number), data=sharp)
+
+
+def write_sensors(folder: Path) -> None:
+    """Write rows of eight numbers and a class in the last column."""
+    folder.mkdir(parents=True, exist_ok=True)
+    random = np.random.default_rng(0)
+    for part, count in (("train", 300), ("test", 75)):
+        labels = random.integers(0, 4, count)
+        numbers = random.normal(0, 1, (count, 8)) + np.eye(4, 8)[labels] * 2
+        lines = [",".join([*(f"f{i}" for i in range(8)), "label"])]
+        for row, label in zip(numbers, labels, strict=True):
+            lines.append(",".join([*(f"{number:.4f}" for number in row), str(label)]))
+        (folder / f"{part}_dataset.csv").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def write_headlines(folder: Path) -> None:
+    """Write headlines with the number of their class, as THUCNews stores them."""
+    (folder / "data").mkdir(parents=True, exist_ok=True)
+    (folder / "saved_dict").mkdir(exist_ok=True)
+    random = np.random.default_rng(0)
+    letters = [chr(0x4E00 + number) for number in range(400)]
+    for part, count in (("train", 400), ("dev", 140), ("test", 150)):
+        lines = []
+        for number in range(count):
+            label = number % 10
+            text = []
+            for _ in range(int(random.integers(10, 24))):
+                own = random.random() < 0.15
+                text.append(
+                    letters[
+                        label * 10 + int(random.integers(0, 10))
+                        if own
+                        else int(random.integers(100, 400))
+                    ]
+                )
+            lines.append("".join(text) + f"\t{label}")
+        (folder / "data" / f"{part}.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def write_criteo_numbers(folder: Path) -> None:
+    """Write rows of numbers of Criteo's features and the click, with the count of each feature."""
+    folder.mkdir(parents=True, exist_ok=True)
+    random = np.random.default_rng(0)
+    numbers = random.integers(0, 9, (10_000, 13))
+    categories = random.integers(0, 20, (10_000, 26))
+    score = numbers[:, 0] - 4 + (categories[:, 0] - 10) / 3
+    clicks = (random.random(10_000) < 1 / (1 + np.exp(-score))).astype(int)
+    rows = np.column_stack([numbers, categories, clicks])
+    lines = [",".join(map(str, row)) for row in rows.tolist()]
+    header = ",".join(f"c{number}" for number in range(40))
+    (folder / "train.txt").write_text("\n".join([header, *lines]) + "\n", encoding="utf-8")
+    sizes = ["1"] * 13 + ["20"] * 26
+    (folder / "feature_sizes.txt").write_text(",".join(sizes), encoding="utf-8")
+
+
+def write_flowers(folder: Path) -> None:
+    """Write pictures in a folder for each kind of flower."""
+    random = np.random.default_rng(0)
+    for part, count in (("train", 12), ("val", 5)):
+        for label, name in enumerate(("daisy", "dandelion", "roses", "sunflowers", "tulips")):
+            target = folder / part / name
+            target.mkdir(parents=True, exist_ok=True)
+            for number in range(count):
+                _draw_picture(random, label, 120).save(target / f"{number}.jpg", quality=90)
+
+
+def write_nuclei(folder: Path) -> None:
+    """Write pictures of discs, each with the mask of its discs under the same name."""
+    random = np.random.default_rng(0)
+    rows, columns = np.mgrid[:32, :32]
+    for part, count in (("train", 50), ("val", 13)):
+        for kind in ("images", "masks"):
+            (folder / part / kind).mkdir(parents=True, exist_ok=True)
+        for number in range(count):
+            mask = np.zeros((32, 32), dtype=bool)
+            for _ in range(3):
+                row, column, radius = (
+                    random.integers(4, 28),
+                    random.integers(4, 28),
+                    random.integers(3, 7),
+                )
+                mask |= (rows - row) ** 2 + (columns - column) ** 2 < radius**2
+            picture = np.where(mask, 150, 60)[:, :, None] + random.integers(-40, 40, (32, 32, 3))
+            name = f"{number:03d}.png"
+            Image.fromarray(picture.astype(np.uint8)).save(folder / part / "images" / name)
+            Image.fromarray(mask.astype(np.uint8)).save(folder / part / "masks" / name)
+
+
 DATA: dict[str, Callable[[Path], None]] = {
     **WRITERS,
     "mnist-more": partial(write_mnist, training_count=1300),  # lines of each tenth batch come again
@@ -180,4 +303,11 @@ DATA: dict[str, Callable[[Path], None]] = {
     "pizza": write_pizza,
     "movielens-small": write_movielens_small,
     "play": write_play,
+    "signs": write_signs,
+    "patches": write_patches,
+    "sensors": write_sensors,
+    "headlines": write_headlines,
+    "criteo-numbers": write_criteo_numbers,
+    "flowers": write_flowers,
+    "nuclei": write_nuclei,
 }
