@@ -299,15 +299,16 @@ class Converter:
     ) -> TriedWay:
         """Show the mean, or the sum, over all processes of each number that is wrong."""
         ways: dict[tuple[SourceText, ast.expr], tuple[str, ...]] = {}  # that are left
-        candidate, edited = edits, compose(conversion.files, [*steps, edits])
-        while proof.wrong_numbers:
+        unchanged = edits, compose(conversion.files, [*steps, edits]), proof
+        numbers = proof.wrong_numbers
+        while numbers:
             wrong, deciding = {}, {}  # several numbers may be one expression
-            for number in proof.wrong_numbers:
+            for number in numbers:
                 location, position = number.location, number.position
                 file = conversion.files.get(location.file)
                 node = file and find_shown_expression(file, location.line, number.text, position)
                 if not file or not node:
-                    return candidate, edited, proof
+                    return unchanged
                 origin = find_deciding_value(file, node)
                 order = WAYS_TO_MEND if number.is_counter else WAYS_TO_MEND[::-1]
                 if is_of_evaluation(conversion, file, origin or node):
@@ -318,10 +319,12 @@ class Converter:
             for key, order in (deciding or wrong).items():  # others may follow from what decides
                 ways[key] = ways[key][1:] if key in ways else order
             if not all(ways.values()):
-                break
+                return unchanged
             changes = [take_of_all(file, node, names[0]) for (file, node), names in ways.items()]
             candidate = [*edits, *chain.from_iterable(changes)]
             edited, proof = self.try_edits(conversion, rung, [*steps, candidate])
+            # A way that fails, with a dict for example, leaves the numbers as they were.
+            numbers = proof.wrong_numbers or numbers * bool(proof.broken)
         return candidate, edited, proof
 
 

@@ -122,6 +122,8 @@ def mean_over_processes(value):
     "mean_by_batches": '''\
 def mean_by_batches(value):
     """Return the mean over all batches of the last pass, from the mean of this process's."""
+    if isinstance(value, tuple):
+        return tuple(map(mean_by_batches, value))
     given = DataLoader.given
     return sum_over_processes(value * given) / sum_over_processes(given)''',
     "inner_model": '''\

@@ -93,6 +93,8 @@ class Conversion:
         inner = self.facts.parts_of_named_models
         for model in (item for item in self.facts.trained_models if item not in inner):
             calling = list(self.scopes_that_call(model))
+            # An attribute that calls it, or a global, may have it from anywhere.
+            is_known_where = calling and not any(isinstance(item, ast.Module) for item in calling)
             named = []
             for location, models in self.facts.optimizer_places:
                 names = [name for name, item, _ in models if item == model and name != "self"]
@@ -100,7 +102,7 @@ class Conversion:
                     own = [name for name in names if name.startswith("self.")]
                     names = list(dict.fromkeys([names[0], *own]))
                     is_called = bool(own) or self.scope(location) in calling
-                    if is_called or not calling or "." in names[0]:
+                    if is_called or not is_known_where:
                         named.append((is_called, location, names))
             if named:
                 _, location, names = max(named, key=itemgetter(0))  # the first one
