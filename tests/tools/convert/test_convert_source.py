@@ -275,3 +275,14 @@ def test_a_module_that_a_helper_imports_takes_no_name_from_the_script(tmp_path: 
     assert "import time as time_module\n" in text
     assert "time_module.sleep(0.01)" in text and "time_module.ctime()" in text
     assert "\nprint(time())\n" in text
+
+
+def test_a_sum_over_processes_of_what_has_a_gradient_can_be_changed_in_place() -> None:
+    group = SimpleNamespace(
+        get_world_size=lambda: 1, all_gather_object=lambda parts, value: parts.__setitem__(0, value)
+    )
+    names: dict[str, Any] = {"torch": torch, "dist": group}
+    exec(HELPERS["sum_over_processes"], names)
+    total = names["sum_over_processes"](torch.ones((), requires_grad=True))
+    total /= 2
+    assert total.item() == 0.5

@@ -109,7 +109,7 @@ def sum_over_processes(value):
     """Return the sum of a number or a tensor over all processes; lists are joined."""
     if isinstance(value, tuple):
         return tuple(map(sum_over_processes, value))
-    value = value.cpu() if torch.is_tensor(value) else value
+    value = value.detach().cpu() if torch.is_tensor(value) else value
     parts = [None] * dist.get_world_size()
     dist.all_gather_object(parts, value)
     return sum(parts[1:], parts[0])''',
