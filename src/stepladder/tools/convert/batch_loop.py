@@ -149,6 +149,10 @@ class BatchLoop:
                 text = f"{value}{dot}{rest}"
         return text
 
+    def count_by(self, samples: str) -> None:
+        """Take the length of a part of the batch for the number of its samples."""
+        self.samples = samples
+
     def name_of(self, model: int, facts: ScriptFacts) -> str:
         """Return the name of a model in the function of the loop.
 

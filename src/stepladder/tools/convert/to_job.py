@@ -68,7 +68,7 @@ def write_job(
     lengths = [int(words[-1]) for words in shown if words[:-1] == EPOCHS.split()]
     paths = [words[1:] for words in _shown_words(started["halved"]) if words[:1] == ["samples"]]
     for loop, path in zip(writer.loops, paths, strict=True):
-        loop.samples = " ".join(path)
+        loop.count_by(" ".join(path))
     if any(words == SHOWN_OF_SUM.split() for words in _shown_words(started["halved"])):
         writer.take_sum()
     means, others = _find_means(writer, started["halved"])
