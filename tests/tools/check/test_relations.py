@@ -7,9 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from check_recordings import evidence_of, forward, step, train_pass
 from stepladder.tools.check.check import Report, Request, check
+from stepladder.tools.check.probe.noise import normalize_by_running_statistics
+from stepladder.tools.check.probe.patching import wrap
 from stepladder.tools.check.recording import Recording
 from stepladder.tools.check.relations import gradients, samples_read, shown
 from stepladder.tools.check.relations.comparison import causes_of, describe_not_compared, finding_of
@@ -254,6 +258,19 @@ def test_samples_that_one_process_reads_and_several_do_not_are_named() -> None:
     assert "4 of the 6 samples" in violation.evidence and "1, 2, 4" in violation.evidence
     shares = [train_pass(1, [[0, 1, 2]]), train_pass(1, [[3, 4]])]
     assert list(samples_read.violations(frozen(own[0], *shares))) == [], "a remainder"
+    unfinished = [events[:-1] for events in halves]
+    assert list(samples_read.violations(frozen(own[0], *unfinished))) == [], "the rest may come"
+
+
+def test_a_synchronized_norm_does_not_depend_on_the_batch_in_a_neutral_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(nn.SyncBatchNorm, "forward", nn.SyncBatchNorm.forward)
+    wrap(nn.SyncBatchNorm, "forward", normalize_by_running_statistics)
+    layer = nn.SyncBatchNorm(3)
+    values = 5 * torch.randn(8, 3) + 2
+    torch.testing.assert_close(layer(values), values / math.sqrt(1 + layer.eps))
+    assert layer.running_mean is not None and not layer.running_mean.any()
 
 
 SCRIPT = """
@@ -342,6 +359,23 @@ def test_a_script_without_a_mistake_holds_all_relations(
         "gradients: with the same weights, the mean of 24 steps is that of one process",
         "numbers: with the same weights, 1 line as on one process",
     ]
+
+
+SERVES = """
+import socket
+server = socket.create_server(("127.0.0.1", 28531)) if rank == 0 else None  # for metrics
+torch.manual_seed(0)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_runs_that_serve_at_one_port_are_compared_one_by_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = SCRIPT.format(**RIGHT).replace("torch.manual_seed(0)", SERVES, 1)
+    report = run_check(tmp_path, text, monkeypatch)
+    assert any(line.startswith("numbers: with the same weights") for line in report.held)
 
 
 @pytest.mark.slow

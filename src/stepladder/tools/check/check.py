@@ -313,7 +313,7 @@ class Check:
             return Comparison(held=describe_not_compared(causes))
         calls = evidence.rank_0.select(Forward)
         # Dropout hides differences, and batch statistics of a share are others than those of all.
-        neutral = any(event.grad and (event.drops or event.norms) for event in calls)
+        neutral = any(event.grad and event.moded_on for event in calls)
         try:
             script = FrozenScript(run.launch, scratch_folder, ranks, neutral, run.outcome.seconds)
             comparison = compare_with_one_process(script, evidence, causes)

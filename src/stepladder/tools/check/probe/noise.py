@@ -75,6 +75,7 @@ def attach() -> None:
     """Let layers and samples have no effect that differs by rank."""
     wrap(fetch._MapDatasetFetcher, "fetch", fetch_with_own_seeds)
     wrap_layers(lambda _, __, neutral: neutral.run())
+    wrap(nn.SyncBatchNorm, "forward", normalize_by_running_statistics)
 
 
 def wrap_layers(run: RunLayer) -> None:
@@ -93,6 +94,15 @@ def call_synchronized(call: WrappedCall) -> Any:
     """Call a SyncBatchNorm, which is the same on any number of ranks."""
     with running_synchronized:
         return call.run()
+
+
+def normalize_by_running_statistics(call: WrappedCall) -> Any:
+    """Run a SyncBatchNorm as in evaluation: a global batch depends on the number of ranks."""
+    layer, values = call.args
+    if not layer.training or layer.running_mean is None:
+        return call.run()
+    statistics = layer.running_mean, layer.running_var
+    return functional.batch_norm(values, *statistics, layer.weight, layer.bias, eps=layer.eps)
 
 
 def fetch_with_own_seeds(call: WrappedCall) -> Any:

@@ -118,8 +118,26 @@ class FrozenScript:
         return replace(runs, **self.run({"shuffled": "shuffled", "reweighted": "reweighted"}))
 
     def run(self, variants: dict[str, Variant]) -> dict[str, Recording]:
-        """Run the script at once in several variants, each in a copy of its own."""
+        """Run the script in several variants, each in a copy of its own.
+
+        They run at once. Where one fails they run one by one: two may serve at one port.
+        """
         prefix = "neutral" if self.neutral else "frozen"
+        outcomes = self.run_at_once(variants, prefix)
+        if len(variants) > 1 and any(outcome.failed for outcome, _ in outcomes.values()):
+            for name, variant in variants.items():
+                outcomes |= self.run_at_once({name: variant}, f"{prefix}-alone")
+        recordings = {}
+        for name, (outcome, recording) in outcomes.items():
+            if reason := reason_against(outcome, self.launch.timeout_s):
+                text = f"with frozen weights ({name}) the script {reason}"
+                raise NotComparable(text, recording)
+            recordings[name] = recording
+        return recordings
+
+    def run_at_once(
+        self, variants: dict[str, Variant], prefix: str
+    ) -> dict[str, tuple[LaunchOutcome, Recording]]:
         with ExitStack() as stack:
             launches = {}
             for name, variant in variants.items():
@@ -130,17 +148,13 @@ class FrozenScript:
                 nproc = self.launch.nproc if name == "compared" else 1
                 launches[f"{prefix}-{name}"] = self.launch_of(variant, sandbox, nproc)
             outcomes = run_together(launches)
-        recordings = {}
+        recorded = {}
         for name, (key, launch) in zip(variants, launches.items(), strict=True):
             outcome = outcomes[key]
             settings = launch.settings
             recording = read_recording(outcome.folder, settings.original, settings.copy)
-            recording = outcome.complete(recording)
-            if reason := reason_against(outcome, launch.timeout_s):
-                text = f"with frozen weights ({name}) the script {reason}"
-                raise NotComparable(text, recording)
-            recordings[name] = recording
-        return recordings
+            recorded[name] = outcome, outcome.complete(recording)
+        return recorded
 
     def launch_of(self, variant: Variant, sandbox: Sandbox, nproc: int) -> RankLaunch:
         launch = self.launch

@@ -79,11 +79,16 @@ def passes_without_training(log: RankLog) -> list[LoaderPass]:
 
 
 def violations(runs: FrozenRuns) -> Iterator[Violation]:
-    """Yield the samples that one process trains, and of several ranks none does."""
+    """Yield the samples that one process trains, and of several ranks none does.
+
+    Where a pass is not finished on any rank, its rest may have held them.
+    """
     reference, compared = training_samples(runs.reference), training_samples(runs.compared)
     if reference.counts is None or compared.counts is None or not trains_one_data_set(runs):
         return
     passes = [p for log in runs.compared.ranks for p in log.training_passes]
+    if not any(one_pass.end for one_pass in passes):
+        return
     missing = sorted(reference.counts.keys() - compared.counts.keys(), key=str)
     # A remainder that makes shares equal is left out in each pass, another one each time.
     remainder = len(runs.compared.ranks) * max(b.size for p in passes for b in p.batches)
