@@ -150,7 +150,7 @@ NOT_OF_THE_SCRIPT = {
     "a port that another program listens on": (
         "torch.distributed.DistNetworkError: The server socket has failed to listen on any local"
         " network address. port: 12355, useIpv6: false, code: -98, name: EADDRINUSE, message: x",
-        "cannot run here, as above: port 12355 is in use by another program",
+        "cannot run here, as above: port 12355 is in use, by another program or by another",
     ),
     "a variable that its cluster sets": (
         '  File "<frozen os>", line 679, in __getitem__\n'

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from stepladder.tools.check.check import Report, Request, check
-from stepladder.tools.check.events import LibraryRankRead, LocalRankOption, RankRead
+from stepladder.tools.check.events import LibraryRankRead, RankOption, RankRead
 from stepladder.tools.check.probe_settings import PROBE_SETTINGS, ProbeSettings
 from stepladder.tools.check.recording import read_recording
 from stepladder.tools.check.script_runs import KNOWS_NO_RANKS, MAKES_ITS_RANKS
@@ -24,6 +24,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--local-rank", type=int, default=-1)
 print(parser.parse_args().local_rank)
 """
+PARSES_RANK = PARSES.replace("local-rank", "rank").replace("local_rank", "rank")
 
 
 def run_probed(folder: Path, script: str, *args: str) -> tuple[list[ProbeEvent], str]:
@@ -96,14 +97,22 @@ def test_a_library_asks_by_its_calls_and_not_by_its_import(tmp_path: Path) -> No
             False,
         ),
         (PARSES.replace("local", "other"), (), "-1", False),
+        (PARSES_RANK, ("--rank", "0"), "1", True),
+        (PARSES_RANK, (), "-1", False),
+        (
+            PARSES_RANK.replace("import argparse", "import argparse, os\nos.environ['RANK']"),
+            ("--rank", "0"),
+            "0",
+            False,
+        ),
     ],
 )
-def test_an_option_for_the_local_rank_is_passed_where_the_variable_is_not_read(
+def test_an_option_for_a_rank_is_passed_where_its_variable_is_not_read(
     script: str, args: tuple[str, ...], printed: str, is_passed: bool, tmp_path: Path
 ) -> None:
     events, shown = run_probed(tmp_path, script, *args)
     assert shown == printed
-    assert any(isinstance(event, LocalRankOption) for event in events) == is_passed
+    assert any(isinstance(event, RankOption) for event in events) == is_passed
 
 
 TRAINS_APART = """

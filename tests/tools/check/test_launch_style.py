@@ -147,7 +147,7 @@ if args.local_rank >= 0:
 def test_a_script_that_wants_its_local_rank_as_an_option_gets_it(tmp_path: Path) -> None:
     write_files(tmp_path, train=BY_OPTION + TRAINS)
     _, report = checked(tmp_path, "train.py")
-    assert "started as torch.distributed.launch does it, with --local_rank" in report["notes"]
+    assert "started with its own --local_rank on each rank" in report["notes"]
     assert report["ran"].startswith("2 ranks")
     assert (
         "not-wrapped" in {finding["rule"] for finding in report["findings"]} or report["findings"]

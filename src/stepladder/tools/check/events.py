@@ -53,10 +53,11 @@ class OtherGroup(ProbeEvent, kind="othergroup"):
     averages: bool = False  # whether the library exchanges gradients itself
 
 
-class LocalRankOption(ProbeEvent, kind="localrankoption"):
-    """The script got its local rank as an option, as torch.distributed.launch passes it."""
+class RankOption(ProbeEvent, kind="rankoption"):
+    """The script got its rank, or its local rank, as an option of its command line."""
 
     option: str
+    variable: str  # which has the same number
 
 
 class FabricStart(ProbeEvent, kind="fabric"):

@@ -163,7 +163,10 @@ def describe_failure(output: str) -> str:
         )
     if match := PORT_IN_USE.search(chain[0] if chain else ""):
         port = f"port {match['port']}" if match["port"] else "a port that it names"
-        return f"the script cannot run here, as above: {port} is in use by another program"
+        return (
+            f"the script cannot run here, as above: {port} is in use, by another program or by "
+            "another rank of this script"
+        )
     if any(NO_NETWORK.search(traceback) for traceback in chain):
         return "the script cannot run here, as above: it needs a network that is not there"
     return "the script failed by itself, as above"

@@ -19,12 +19,12 @@ from stepladder.tools.check.events import (
     Fetch,
     Forward,
     GroupJoined,
-    LocalRankOption,
     OptimizerStep,
     PassEnd,
     PassStart,
     ProcessExit,
     ProcessStart,
+    RankOption,
     RankRead,
     Refusal,
     ScriptCollective,
@@ -248,7 +248,7 @@ class Recording:
     def ranks_asked_for(self) -> set[str]:
         """The variables and functions by which the script, or a library, has asked for a rank."""
         names = {event.name for _, event in self.select(RankRead)}
-        return names | {"LOCAL_RANK" for _ in self.select(LocalRankOption)}
+        return names | {event.variable for _, event in self.select(RankOption)}
 
     @property
     def asks_for_local_rank(self) -> bool:

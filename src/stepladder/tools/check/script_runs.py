@@ -17,11 +17,11 @@ from stepladder.tools.check.events import (
     GpuQuery,
     GroupInit,
     GroupJoined,
-    LocalRankOption,
     ModelDivided,
     OptimizerStep,
     OtherGroup,
     PassStart,
+    RankOption,
     Refusal,
     ScriptCollective,
     SpawnsRanks,
@@ -275,8 +275,8 @@ def notes_on_start(run: ScriptRun) -> list[str]:
         notes.append(MAKES_ITS_RANKS)
     elif run.launch.is_alone and not run.launch.spawns:
         notes.append(KNOWS_NO_RANKS)
-    for _, event in run.recording.select(LocalRankOption)[:1]:
-        notes.append(f"started as torch.distributed.launch does it, with {event.option}")
+    for _, event in run.recording.select(RankOption)[:1]:
+        notes.append(f"started with its own {event.option} on each rank")
     if run.recording.select(FabricStart):
         notes.append("started as fabric run does it")
     return notes

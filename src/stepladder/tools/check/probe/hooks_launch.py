@@ -14,8 +14,8 @@ from types import FrameType
 from stepladder.tools.check.events import (
     FabricStart,
     LibraryRankRead,
-    LocalRankOption,
     OtherGroup,
+    RankOption,
     RankRead,
 )
 from stepladder.tools.check.probe import patching
@@ -43,6 +43,13 @@ FILES_OF_ENVIRONMENT = (
     __file__,
 )
 LOCAL_RANK_OPTIONS = ("--local_rank", "--local-rank")
+# Of a script that is started by hand, once for each rank.
+RANK_OPTION = "--rank"
+VARIABLES_OF_OPTIONS = {
+    RANK_OPTION: "RANK",
+    "--world-size": "WORLD_SIZE",
+    "--world_size": "WORLD_SIZE",
+}
 CHOSEN_IN_FABRIC = ("accelerator", "strategy", "devices", "num_nodes")
 # What ranks use that meet, or exchange gradients, without torch: a module, and a function of it.
 OTHER_LIBRARIES = {
@@ -164,7 +171,9 @@ def remember_option(call: WrappedCall) -> Any:
 def parse_with_local_rank(call: WrappedCall) -> Any:
     args = call.argument(1, "args")
     if args is None or list(args) == sys.argv[1:]:
-        pass_local_rank(set(call.args[0]._option_string_actions))
+        options = set(call.args[0]._option_string_actions)
+        pass_local_rank(options)
+        pass_own_rank(options)
         call = call.with_argument(1, "args", sys.argv[1:])
     return call.run()
 
@@ -175,8 +184,19 @@ def pass_local_rank(options_of_parser: set[str]) -> None:
     is_rank = current_log().settings.torchrun
     if not options or not is_rank or is_passed or environment_reads.has_read("LOCAL_RANK"):
         return
-    current_log().write_with_line(LocalRankOption(option=options[0]))
+    current_log().write_with_line(RankOption(option=options[0], variable="LOCAL_RANK"))
     sys.argv.insert(1, f"{options[0]}={os.environ['LOCAL_RANK']}")
+
+
+def pass_own_rank(options_of_parser: set[str]) -> None:
+    """Let a command line that names one rank, and the number of ranks, name those of this rank."""
+    is_rank = current_log().settings.torchrun and not environment_reads.has_read("RANK")
+    if not is_rank or RANK_OPTION not in options_of_parser.intersection(sys.argv[1:-1]):
+        return
+    current_log().write_with_line(RankOption(option=RANK_OPTION, variable="RANK"))
+    for index, arg in enumerate(sys.argv[1:-1], 1):
+        if variable := VARIABLES_OF_OPTIONS.get(arg):
+            sys.argv[index + 1] = os.environ[variable]
 
 
 def init_with_variables(call: WrappedCall) -> None:
