@@ -216,6 +216,8 @@ def values_of_one(ranks: list[BatchSeries], is_training: bool, mean: float) -> I
     if is_training and ranks[0].are_means:
         values["the sum of the batch losses"] = [sum(series.values) for series in ranks]
     rule = "one-rank-loss" if is_training else "one-rank-metric"
+    if not is_training and ranks[0].count >= ranks[0].data_length > 0:
+        return  # each rank evaluates all samples, and no share
     for name, of_ranks in values.items():
         of_all = {sum(of_ranks) / len(ranks), mean}
         yield WrongValue(rule, name, of_ranks[0], of_all, is_of_one=True)
