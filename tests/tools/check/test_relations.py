@@ -20,6 +20,7 @@ from stepladder.tools.check.relations.comparison import causes_of, describe_not_
 from stepladder.tools.check.relations.frozen_runs import FrozenRuns, Violation
 from stepladder.tools.check.rules.all_rules import drop_consequences, drop_known
 from stepladder.tools.check.rules.evidence import CHECK_TEXTS
+from stepladder.tools.check.rules.model import gradients_of_one_rank
 from stepladder.tools.check.rules.process import shared_gpus
 from stepladder.tools.findings.finding import Finding, Location
 
@@ -201,7 +202,6 @@ def exchanged(local: list[float], used: list[float], optimizer: str) -> list[dic
         ("gradients", 2.0, [4.0, 2.0], "SGD", ("accumulation-mean", "warning")),
         ("gradients", 2.0, [4.0, 2.0], "AdamW", ("accumulation-mean", "note")),
         ("gradients", 0.5, [1.0, 0.5], "SGD", ("mean-divided-twice", "error")),
-        ("gradients", math.nan, [3.0, 4.0], "SGD", ("not-wrapped", "error")),
         ("gradients", 1.4, [1.0, 1.0], "SGD", ("gradients", "warning")),
         ("shown-numbers", 2.0, [], "SGD", ("local-count", "error")),
         ("shown-numbers", 0.5, [], "SGD", ("mean-divided-twice", "error")),
@@ -217,6 +217,18 @@ def test_a_violation_has_the_cause_whose_facts_are_true(
     finding = finding_of(violation, frozen([], *ranks), evidence_of(*ranks))
     assert (finding.rule, finding.severity) == expected
     assert finding.evidence == "seen"
+
+
+def test_gradients_of_one_rank_that_all_use_need_no_run_on_one_process() -> None:
+    def found(*used: list[float]) -> list[Finding]:
+        locals_of_ranks = [1.0, -2.0], [3.0, 4.0]
+        ranks = [exchanged(*pair, "SGD") for pair in zip(locals_of_ranks, used, strict=True)]
+        return list(gradients_of_one_rank(evidence_of(*ranks)))
+
+    (finding,) = found([3.0, 4.0], [3.0, 4.0])
+    assert finding.rule == "not-wrapped" and "backward passes of rank 1" in finding.evidence
+    assert found([2.0, 1.0], [2.0, 1.0]) == [], "the average"
+    assert found([1.0, -2.0], [3.0, 4.0]) == [], "each has its own"
 
 
 def test_gradients_that_one_rank_changes_after_the_average_are_not_those_of_one_rank() -> None:

@@ -14,6 +14,7 @@ from stepladder.tools.check.events import (
     Forward,
     GroupJoined,
     JoinContext,
+    LocalGradients,
     ModelMoved,
     OptimizerStep,
     OtherGroup,
@@ -130,6 +131,31 @@ def not_wrapped(evidence: RunEvidence) -> Findings:
     if not has_group:
         text += "; the ranks never met in a process group"
     yield evidence.finding("not-wrapped", steps[key][0].at, text)
+
+
+@rank_rule("not-wrapped.one")
+def gradients_of_one_rank(evidence: RunEvidence) -> Findings:
+    """Find ranks that all step with the gradients that one of them has computed."""
+    first_steps = align(log.select(BeforeStep)[:1] for log in evidence.ranks)
+    are_alike = all(are_equal(steps[0].sums, step.sums) for steps in first_steps for step in steps)
+    sources = [log.rank for log in evidence.ranks if uses_its_own_gradients(log)]
+    have_computed = all(log.select(LocalGradients) for log in evidence.ranks)
+    if are_alike and have_computed and len(sources) == 1:
+        text = f"all ranks step with what the backward passes of rank {sources[0]} have left"
+        yield evidence.finding("not-wrapped.one", first_steps[0][0].at, text)
+
+
+def uses_its_own_gradients(log: RankLog) -> bool:
+    """Return whether each step of a rank uses what its own last backward pass has left."""
+    local: LocalGradients | None = None
+    are_own: list[bool] = []
+    for event in log.select(LocalGradients, BeforeStep):
+        if isinstance(event, LocalGradients):
+            local = event
+        elif local and isinstance(event, BeforeStep):
+            are_own.append(are_equal(local.sums, event.sums))
+            local = None
+    return bool(are_own) and all(are_own)
 
 
 def are_equal(first: Sequence[float], second: Sequence[float]) -> bool:
