@@ -147,16 +147,13 @@ def test_a_share_that_each_rank_prints_is_named_unless_its_rank_is() -> None:
     assert rules_of(*shares("3.2 s", "3.4 s")) == []
 
 
-@pytest.mark.parametrize(("length", "rules"), [(10, ["one-rank-metric"]), (5, [])])
-def test_a_rank_that_evaluates_all_samples_shows_no_share(length: int, rules: list[str]) -> None:
+@pytest.mark.parametrize(("others", "rules"), [(OTHERS, ["one-rank-metric"]), (UNEVEN, [])])
+def test_a_rank_that_evaluates_all_samples_shows_no_share(
+    others: list[list[int]], rules: list[str]
+) -> None:
     """Its running statistics may be others than those of the other rank."""
-    losses = [0.5123, 0.2519, 1.5317]
-    first = evaluation(losses, UNEVEN, show(0.61202))
-    second = evaluation([0.4, 0.3, 1.2], UNEVEN if length == 5 else OTHERS, rank=1)
-    for event in first + second:
-        if event["k"] == "pass" and event["number"] == 3:
-            event["length"] = length
-    assert rules_of(first, second) == rules
+    first = evaluation([0.5123, 0.2519, 1.5317], UNEVEN, show(0.61202))
+    assert rules_of(first, evaluation([0.4, 0.3, 1.2], others, rank=1)) == rules
 
 
 def test_what_ranks_print_after_a_reduction_to_the_first_is_their_share() -> None:

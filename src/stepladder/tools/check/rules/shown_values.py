@@ -216,8 +216,6 @@ def values_of_one(ranks: list[BatchSeries], is_training: bool, mean: float) -> I
     if is_training and ranks[0].are_means:
         values["the sum of the batch losses"] = [sum(series.values) for series in ranks]
     rule = "one-rank-loss" if is_training else "one-rank-metric"
-    if not is_training and ranks[0].count >= ranks[0].data_length > 0:
-        return  # each rank evaluates all samples, and no share
     for name, of_ranks in values.items():
         of_all = {sum(of_ranks) / len(ranks), mean}
         yield WrongValue(rule, name, of_ranks[0], of_all, is_of_one=True)
@@ -260,8 +258,8 @@ class Recognized:
 
 def recognize(evidence: RunEvidence, log: RankLog) -> Iterator[list[Recognized]]:
     """Yield the wrong values that a number of one place is after each pass."""
-    complete = [one_pass for one_pass in log.passes if one_pass.is_complete]
-    own_means = {series.mean for each in complete for series in batch_series(each).values()}
+    finished = [one_pass for one_pass in log.passes if one_pass.is_complete]
+    own_means = {series.mean for each in finished for series in batch_series(each).values()}
     found: dict[Hashable, list[Recognized]] = defaultdict(list)
     failed: set[Hashable] = set()
     logs = [log, *(other for other in evidence.ranks if other is not log)]
@@ -270,11 +268,13 @@ def recognize(evidence: RunEvidence, log: RankLog) -> Iterator[list[Recognized]]
         for number, one_pass in enumerate(passes_of[0]):
             shown = numbers_by_position(log, one_pass) if one_pass.is_complete else {}
             aligned = [each[number] for each in passes_of if number < len(each)]
-            first, *others = [batch_series(each) for each in aligned if each.is_complete] or [{}]
+            complete = [each for each in aligned if each.is_complete]
+            first, *others = map(batch_series, complete) if complete else [{}]
+            is_share = is_training or not have_same_samples(complete)
             for key, own in first.items() if shown else ():
                 ranks = [own, *(other[key] for other in others if key in other)]
                 for value in wrong_values(ranks, is_training, own_means):
-                    if value.is_of_one and shows_all(shown, value):
+                    if value.is_of_one and (shows_all(shown, value) or not is_share):
                         continue
                     for position, numbers in shown.items():
                         place = value.rule, value.name, key, position, one_pass.start.fingerprint
@@ -283,6 +283,12 @@ def recognize(evidence: RunEvidence, log: RankLog) -> Iterator[list[Recognized]]
                         else:
                             failed.add(place)
     yield from (recognized for place, recognized in found.items() if place not in failed)
+
+
+def have_same_samples(passes: list[LoaderPass]) -> bool:
+    """Return whether several ranks have read the same samples, and none of them a share."""
+    first, *others = [Counter(each.samples or []) for each in passes] or [Counter()]
+    return bool(first and others) and all(other == first for other in others)
 
 
 # By position: a line, its caller, and which of its numbers.
