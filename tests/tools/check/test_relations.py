@@ -220,15 +220,15 @@ def test_a_violation_has_the_cause_whose_facts_are_true(
 
 
 def test_gradients_of_one_rank_that_all_use_need_no_run_on_one_process() -> None:
-    def found(*used: list[float]) -> list[Finding]:
+    def find(*used: list[float]) -> list[Finding]:
         locals_of_ranks = [1.0, -2.0], [3.0, 4.0]
         ranks = [exchanged(*pair, "SGD") for pair in zip(locals_of_ranks, used, strict=True)]
         return list(gradients_of_one_rank(evidence_of(*ranks)))
 
-    (finding,) = found([3.0, 4.0], [3.0, 4.0])
+    (finding,) = find([3.0, 4.0], [3.0, 4.0])
     assert finding.rule == "not-wrapped" and "backward passes of rank 1" in finding.evidence
-    assert found([2.0, 1.0], [2.0, 1.0]) == [], "the average"
-    assert found([1.0, -2.0], [3.0, 4.0]) == [], "each has its own"
+    assert find([2.0, 1.0], [2.0, 1.0]) == [], "the average"
+    assert find([1.0, -2.0], [3.0, 4.0]) == [], "each has its own"
 
 
 def test_gradients_that_one_rank_changes_after_the_average_are_not_those_of_one_rank() -> None:
