@@ -35,14 +35,15 @@ for _ in range({passes}):
         {step}
 """
 HALVED_LOOP = """\
-weights = None
+is_sum = None
 for _ in range({passes}):
     {model}.train()
     for batch in {loader}:
-        weights = weights or weigh(loss, {model}, batch, {loader})
+        if is_sum is None:
+            is_sum = adds_up(loss, {model}, batch, {loader})
         {optimizer}.zero_grad()
-        for (part, share), weight in zip(halves(batch), weights):
-            (loss({model}, part) * (weight / share)).backward(torch.tensor(share))
+        for part, share in halves(batch):
+            (loss({model}, part) / (share if is_sum else 1)).backward(torch.tensor(share))
         {step}
 """
 COMPARED = """\
@@ -86,7 +87,7 @@ def halves(batch):
         if share := len(range(size)[part]) / size:
             yield take(batch, part), share
 
-def weigh(loss, model, batch, loader):
+def adds_up(loss, model, batch, loader):
     size_of(batch, loader)
     model.eval()
     with torch.no_grad():
@@ -97,7 +98,7 @@ def weigh(loss, model, batch, loader):
     mean = sum(value * share for value, share in parts)
     is_sum = abs(total - whole) < abs(mean - whole)  # noise is drawn in both
     print("loss is sum" if is_sum else "loss is mean")
-    return [1.0 if is_sum else share for _, share in parts]
+    return is_sum
 """
 
 

@@ -10,6 +10,7 @@ from symtable import symtable
 
 from stepladder.tools.check.script_source import find_nodes, last_name, stored_names
 
+ALWAYS = "*"  # stands for names that nobody knows
 NAMED = ast.FunctionDef | ast.ClassDef
 IMPORTED = ast.Import | ast.ImportFrom
 
@@ -50,6 +51,8 @@ class Fragment:
         item = self.statement
         if isinstance(item, NAMED):
             return {item.name}
+        if isinstance(item, ast.ImportFrom) and item.names[0].name == "*":
+            return {ALWAYS}
         if isinstance(item, IMPORTED):
             return {(alias.asname or alias.name).partition(".")[0] for alias in item.names}
         names = set(stored_names(item))
@@ -92,7 +95,7 @@ def keep_needed(fragments: list[Fragment], names: set[str], given: str = "") -> 
         given: The parameter of a function that they become, which changes nothing else that a call
             gets; empty where they are done once.
     """
-    needed, kept = {*names, "annotations"} - {given}, []
+    needed, kept = {*names, "annotations", ALWAYS} - {given}, []
     for fragment in reversed(fragments):
         if (fragment.changes if given else fragment.may_change) & needed:
             if isinstance(fragment.statement, ast.Assign):

@@ -178,7 +178,8 @@ def _verify(starter: ScriptStarter, main: str, text: str) -> str:
         write_texts(folders.copy, {**starter.modules, main: text})
         has_namespace = sandbox.mechanism == "namespace"
         folder = (style.root if has_namespace else folders.copy) / style.subfolder
-        command = [sys.executable, "-m", "stepladder", "verify", style.script.name]
+        job = os.path.relpath(style.script, style.root / style.subfolder)
+        command = [sys.executable, "-m", "stepladder", "verify", job]
         command += ["--nproc", "1,2", "--steps", str(STEPS), "--device", "cpu"]
         try:
             done = subprocess.run(
