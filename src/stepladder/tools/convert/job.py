@@ -33,17 +33,15 @@ for _ in range({passes}):
         {optimizer}.zero_grad()
         loss({model}, batch).backward()
         {step}
+show_sum(loss, {model}, next(iter({loader})), {loader})
 """
 HALVED_LOOP = """\
-is_sum = None
 for _ in range({passes}):
     {model}.train()
     for batch in {loader}:
-        if is_sum is None:
-            is_sum = adds_up(loss, {model}, batch, {loader})
         {optimizer}.zero_grad()
         for part, share in halves(batch):
-            (loss({model}, part) / (share if is_sum else 1)).backward(torch.tensor(share))
+            (loss({model}, part) / (share if {is_sum} else 1)).backward(torch.tensor(share))
         {step}
 """
 COMPARED = """\
@@ -87,18 +85,16 @@ def halves(batch):
         if share := len(range(size)[part]) / size:
             yield take(batch, part), share
 
-def adds_up(loss, model, batch, loader):
+def show_sum(loss, model, batch, loader):
     size_of(batch, loader)
     model.eval()
     with torch.no_grad():
         parts = [(float(loss(model, part)), share) for part, share in halves(batch)]
         whole = float(loss(model, batch))
-    model.train()
     total = sum(value for value, _ in parts)
     mean = sum(value * share for value, share in parts)
-    is_sum = abs(total - whole) < abs(mean - whole)  # noise is drawn in both
-    print("loss is sum" if is_sum else "loss is mean")
-    return is_sum
+    if abs(total - whole) < abs(mean - whole):  # noise is drawn in both
+        print("loss is sum")
 """
 
 
@@ -170,12 +166,13 @@ class JobWriter:
         before = body[: body.index(self.file.statement_at(backward.lineno))]
         self.made = self.training.in_loop(before)
         self.value = self.file.text_of(value)
+        self.is_sum = False
         self.loss = self.make_loss_function()
 
-    def make_loss_function(self, is_sum: bool = False) -> MadeFunction:
-        """Return the function for the loss, which may be a sum over the batch."""
+    def make_loss_function(self, with_count: bool = False) -> MadeFunction:
+        """Return the function for the loss; a sum over the batch with its count."""
         returned = self.value
-        if is_sum:  # a step has the gradient of a batch's sum
+        if with_count:  # a step has the gradient of a batch's sum
             returned = f"{self.value}, len({self.training.samples}) / config.global_batch"
         return self.training.make_function("loss", self.model_here, self.made, returned)
 
@@ -278,8 +275,8 @@ class JobWriter:
         return loop.make_function("metrics", self.model_in_evaluation, fragments, returned)
 
     def take_sum(self) -> None:
-        """Return the loss as a sum over the batch."""
-        self.loss = self.make_loss_function(is_sum=True)
+        """Take the loss for a sum over the batch."""
+        self.is_sum = True
 
     @property
     def loops(self) -> list[BatchLoop]:
@@ -306,7 +303,7 @@ class JobWriter:
             if len(names) > 1:
                 value = f"({value})"
             of_schedule = [f"schedule={value}", f'schedule_per="{self.schedules[names[0]]}"']
-        functions, of_evaluation = [self.loss], []
+        functions, of_evaluation = [self.make_loss_function(self.is_sum)], []
         if self.evaluation:
             functions.append(self.make_metrics(means))
             of_evaluation = [f"{self.evaluation.loader}.dataset", "metrics"]
@@ -333,7 +330,11 @@ class JobWriter:
         step = step * bool(self.norm) + [f"{self.optimizer}.step()"]
         step += [f"{name}.step()" for name, per in self.schedules.items() if per == "step"]
         names = {"model": self.model, "loader": self.training.loader, "passes": self.passes}
-        names |= {"optimizer": self.optimizer, "step": f"\n{INDENT * 2}".join(step)}
+        names |= {
+            "is_sum": self.is_sum,
+            "optimizer": self.optimizer,
+            "step": f"\n{INDENT * 2}".join(step),
+        }
         end = WHOLE_LOOP.format(**names)
         if is_halved:
             end = HALVED_LOOP.format(**names)

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import replace
+from itertools import chain
 
 from stepladder.core.numbers import format_count
 from stepladder.tools.check.events import Backward, Print
@@ -60,17 +61,19 @@ def write_job(
         "script": Start(counting, frozen=""),
         "whole": Start({conversion.main: _seed(writer.write_proof())}, frozen=""),
         "sliced": Start({conversion.main: _seed(writer.write_proof(is_whole=False))}, frozen=""),
-        "halved": Start({conversion.main: writer.write_proof(is_halved=True)}),
     }
     started = starter.run(starts)
+    if any(words == SHOWN_OF_SUM.split() for words in _shown_words(started["whole"])):
+        writer.take_sum()
+    halved = Start({conversion.main: writer.write_proof(is_halved=True)})
+    started |= starter.run({"halved": halved})
     proof = _prove(original, writer, started)
     shown = _shown_words(started["script"])
     lengths = [int(words[-1]) for words in shown if words[:-1] == EPOCHS.split()]
-    paths = [words[1:] for words in _shown_words(started["halved"]) if words[:1] == ["samples"]]
+    words_shown = chain(*(_shown_words(started[name]) for name in ("whole", "halved")))
+    paths = [words[1:] for words in words_shown if words[:1] == ["samples"]]
     for loop, path in zip(writer.loops, paths, strict=True):
         loop.count_by(" ".join(path))
-    if any(words == SHOWN_OF_SUM.split() for words in _shown_words(started["halved"])):
-        writer.take_sum()
     means, others = _find_means(writer, started["halved"])
     writer.leave_out_metrics(others)
     text = writer.write(max(lengths, default=1), means)
