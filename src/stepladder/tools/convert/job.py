@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import textwrap
 from collections.abc import Container, Iterator
+from functools import cached_property
 from itertools import chain
 
 from stepladder.core.numbers import format_count
@@ -114,6 +115,7 @@ class JobWriter:
         self.facts = conversion.facts
         self.file: SourceText = conversion.files[conversion.main]
         self.passes = passes
+        self.is_sum = False  # whether the loss is, as soon as a run has shown it
         if not self.facts.training_stacks:
             raise CannotConvert("the training reads no torch DataLoader")
         if len(self.facts.trained_models) != 1:
@@ -124,15 +126,14 @@ class JobWriter:
         self.training = BatchLoop(self.file, self.facts.training_stacks[0], epoch_loop, args)
         self.model_here = self.training.name_of(self.facts.trained_models[0], self.facts)
         self.model = self.training.resolve(self.model_here)
-        self.make_loss()
-        self.find_loader(conversion)
-        self.find_schedules()
-        self.metrics: dict[str, str] = {}
-        self.evaluation: BatchLoop | None = None
-        try:
-            self.find_metrics(epoch_loop, args)
-        except CannotConvert:
-            self.evaluation = None
+        loader = next(item for item in self.facts.loaders if item.is_training)
+        self.start = loader.passes[0].start
+        calls = conversion.calls(loader.built, "DataLoader")
+        self.keywords = {keyword.arg for call in calls for keyword in call.keywords}
+        if self.start.iterable or not self.start.batch_size or self.keywords & SAMPLERS:
+            what = "reads samples in an order of its own: a job shuffles all of a data set"
+            raise self.training.refusal(loader.built.line, what)
+        self.evaluation, self.metrics = self.find_evaluation(args)
 
     def call_in_loop(self, name: str, lines: Container[int]) -> ast.Call:
         loop = self.training.loop
@@ -146,76 +147,76 @@ class JobWriter:
             raise self.training.refusal(line, f"does not call {name} once for each batch")
         return calls[0]
 
-    def make_loss(self) -> None:
-        """Make the loss of what the loop does before it calls backward; find the optimizer.
+    @cached_property
+    def optimizer_here(self) -> str:
+        """The name of the optimizer in the training loop.
 
         Raises:
-            CannotConvert: A batch does not make one step with one loss.
+            CannotConvert: A batch does not make one step.
         """
         places = dict.fromkeys(event.at for event in self.facts.log.select(BeforeStep) if event.at)
-        steps = [self.facts.location(place).line for place in places]
+        step = self.call_in_loop("step", [self.facts.location(place).line for place in places])
+        assert isinstance(step.func, ast.Attribute)
+        return self.file.text_of([*step.args, step.func.value][0])  # a GradScaler's has it as args
+
+    @cached_property
+    def optimizer(self) -> str:
+        return self.training.resolve(self.optimizer_here)
+
+    def make_loss(self, with_count: bool = False) -> MadeFunction:
+        """Return the function for the loss; a sum over the batch with its count.
+
+        Raises:
+            CannotConvert: A batch does not have one loss, or it needs what only the loop has.
+        """
         backward = self.call_in_loop("backward", range(len(self.file.lines) + 1))
-        step = self.call_in_loop("step", steps)
-        assert isinstance(backward.func, ast.Attribute) and isinstance(step.func, ast.Attribute)
+        assert isinstance(backward.func, ast.Attribute)
         value = backward.func.value
         if isinstance(value, ast.Call) and last_name(value.func) == "scale":  # of a GradScaler
             value = value.args[0]
-        self.optimizer_here = self.file.text_of([*step.args, step.func.value][0])
-        self.optimizer = self.training.resolve(self.optimizer_here)
         body = self.training.loop.body
         before = body[: body.index(self.file.statement_at(backward.lineno))]
-        self.made = self.training.in_loop(before)
-        self.value = self.file.text_of(value)
-        self.is_sum = False
-        self.loss = self.make_loss_function()
-
-    def make_loss_function(self, with_count: bool = False) -> MadeFunction:
-        """Return the function for the loss; a sum over the batch with its count."""
-        returned = self.value
+        returned = self.file.text_of(value)
         if with_count:  # a step has the gradient of a batch's sum
-            returned = f"{self.value}, len({self.training.samples}) / config.global_batch"
-        return self.training.make_function("loss", self.model_here, self.made, returned)
+            returned += f", len({self.training.samples}) / config.global_batch"
+        made = self.training.in_loop(before)
+        return self.training.make_function("loss", self.model_here, made, returned)
 
-    def find_loader(self, conversion: Conversion) -> None:
-        """Find what the loader is made with.
-
-        Raises:
-            CannotConvert: It has an order or batches of its own.
-        """
-        [loader] = [item for item in self.facts.loaders if item.is_training][:1]
-        self.start = loader.passes[0].start
-        calls = conversion.calls(loader.built, "DataLoader")
-        keywords = {keyword.arg for call in calls for keyword in call.keywords}
-        if self.start.iterable or not self.start.batch_size or keywords & SAMPLERS:
-            what = "reads samples in an order of its own: a job shuffles all of a data set"
-            raise self.training.refusal(loader.built.line, what)
+    @cached_property
+    def of_loader(self) -> list[str]:
+        """The arguments of a job that its loader has."""
         names = {"collate_fn": "collate", "num_workers": "num_workers"}
-        name = self.training.loader
-        self.of_loader = [f"{names[key]}={name}.{key}" for key in names if key in keywords]
+        loader = self.training.loader
+        return [f"{names[key]}={loader}.{key}" for key in names if key in self.keywords]
 
-    def find_schedules(self) -> None:
-        """Find the schedules, whether they step per "step" or "epoch", and the largest norm.
+    @cached_property
+    def schedules(self) -> dict[str, str]:
+        """The names of the schedules, each with its period, "step" or "epoch".
 
         Raises:
             CannotConvert: A schedule steps in some epochs alone.
         """
-        training = self.training
-        self.schedules: dict[str, str] = {}
+        schedules: dict[str, str] = {}
         for call, per in self.calls_per_epoch():
             assert isinstance(call.func, ast.Attribute)
             texts = [self.file.text_of(item) for item in (call.func.value, *call.args)]
             if self.optimizer_here in texts:
                 continue
             if isinstance(self.file.parents[self.file.statement_at(call.lineno)], ast.If):
-                raise training.refusal(call.lineno, "steps a schedule now and then")
-            self.schedules.setdefault(training.resolve(texts[0]), per)
-        if len(set(self.schedules.values())) > 1:
+                raise self.training.refusal(call.lineno, "steps a schedule now and then")
+            schedules.setdefault(self.training.resolve(texts[0]), per)
+        if len(set(schedules.values())) > 1:
             raise CannotConvert("it has schedules per step and per epoch, and a job has one kind")
-        self.norm = ""
-        for call in self.file.nodes(ast.Call, training.loop):
+        return schedules
+
+    @cached_property
+    def norm(self) -> str:
+        """The largest norm of the gradients, or ""."""
+        for call in self.file.nodes(ast.Call, self.training.loop):
             norm = argument_of(call, ["parameters", "max_norm"], "max_norm")
             if last_name(call.func) == CLIPPING and norm:
-                self.norm = training.resolve(self.file.text_of(norm))
+                return self.training.resolve(self.file.text_of(norm))
+        return ""
 
     def calls_per_epoch(self) -> Iterator[tuple[ast.Call, str]]:
         """Yield the calls of `step` without a result, each with its period, "step" or "epoch"."""
@@ -227,18 +228,29 @@ class JobWriter:
                 if isinstance(item.value, ast.Call) and last_name(item.value.func) == "step":
                     yield item.value, period
 
-    def find_metrics(self, epoch_loop: ast.For | None, args: tuple[str, ...]) -> None:
-        """Find the sums of an evaluation that depend on the model.
+    def find_evaluation(self, args: tuple[str, ...]) -> tuple[BatchLoop | None, dict[str, str]]:
+        """Return the loop that evaluates, and the sums in it that depend on the model."""
+        uses = [uses for item in self.facts.loaders if not item.is_training for uses in item.uses]
+        try:
+            loop = BatchLoop(self.file, uses[0], self.training.epoch_loop, args)
+            metrics = dict(self.find_metrics(loop))
+            self.make_metrics(loop, metrics)
+        except (CannotConvert, IndexError):  # or there is none
+            return None, {}
+        return loop, metrics
+
+    def model_in(self, loop: BatchLoop) -> str:
+        return loop.name_of(self.facts.trained_models[0], self.facts)
+
+    def find_metrics(self, loop: BatchLoop) -> Iterator[tuple[str, str]]:
+        """Yield the names and the terms of the sums over batches that depend on the model.
 
         Raises:
-            CannotConvert: A job has no such evaluation.
+            CannotConvert: There is none.
         """
-        uses = [uses for item in self.facts.loaders if not item.is_training for uses in item.uses]
-        if not uses:
-            return
-        loop = BatchLoop(self.file, uses[0], epoch_loop, args)
-        self.model_in_evaluation = loop.name_of(self.facts.trained_models[0], self.facts)
+        model = self.model_in(loop).partition(".")[0]
         fragments = [*loop.before_loop(), *loop.in_loop(loop.loop.body)]
+        number = 0
         for node in self.file.nodes(ast.AugAssign, loop.loop):
             if not isinstance(node.op, ast.Add) or not isinstance(node.target, ast.Name):
                 continue
@@ -249,30 +261,28 @@ class JobWriter:
             text = self.file.text_of(value)
             end = Fragment(f"_ = {text}")
             made = [fragment for fragment in fragments if node.target.id not in fragment.changes]
-            used = [end, *keep_needed(made, end.loads)]
-            model = self.model_in_evaluation.partition(".")[0]
-            if any(model in fragment.loads for fragment in used):
-                self.metrics[node.target.id] = text
-        if self.metrics:
-            self.evaluation = loop
-            self.make_metrics(())
+            if any(model in item.loads for item in [end, *keep_needed(made, end.loads)]):
+                number += 1
+                yield node.target.id, text
+        if not number:
+            raise loop.refusal(loop.loop.lineno, "adds nothing up")
 
-    def make_metrics(self, means: Container[str]) -> MadeFunction:
+    def make_metrics(
+        self, loop: BatchLoop, metrics: dict[str, str], means: Container[str] = ()
+    ) -> MadeFunction:
         """Return the function for the metrics, of which some are means and others sums."""
-        loop = self.evaluation
-        assert loop is not None
         count = f"len({loop.samples})"
         sums = [
             f'"{name}": ({text}{f" * {count}" * (name in means)}, {count})'
-            for name, text in self.metrics.items()
+            for name, text in metrics.items()
         ]
         fragments = [
             fragment
             for fragment in loop.in_loop(loop.loop.body)
-            if not fragment.changes & self.metrics.keys()
+            if not fragment.changes & metrics.keys()
         ]
         returned = f"{{{', '.join(sums)}}}"
-        return loop.make_function("metrics", self.model_in_evaluation, fragments, returned)
+        return loop.make_function("metrics", self.model_in(loop), fragments, returned)
 
     def take_sum(self) -> None:
         """Take the loss for a sum over the batch."""
@@ -303,9 +313,9 @@ class JobWriter:
             if len(names) > 1:
                 value = f"({value})"
             of_schedule = [f"schedule={value}", f'schedule_per="{self.schedules[names[0]]}"']
-        functions, of_evaluation = [self.make_loss_function(self.is_sum)], []
+        functions, of_evaluation = [self.make_loss(self.is_sum)], []
         if self.evaluation:
-            functions.append(self.make_metrics(means))
+            functions.append(self.make_metrics(self.evaluation, self.metrics, means))
             of_evaluation = [f"{self.evaluation.loader}.dataset", "metrics"]
         arguments = [
             *(self.model, self.optimizer, "loss", f"{self.training.loader}.dataset"),
@@ -338,10 +348,10 @@ class JobWriter:
         end = WHOLE_LOOP.format(**names)
         if is_halved:
             end = HALVED_LOOP.format(**names)
-        functions = [self.loss]
+        functions = [self.make_loss()]
         used = {"torch"}
         if self.evaluation and is_halved:
-            functions.append(self.make_metrics(()))
+            functions.append(self.make_metrics(self.evaluation, self.metrics))
             used.add(self.evaluation.loader.partition(".")[0])
             end += COMPARED.format(self.model, self.evaluation.loader)
         texts = [self.model, self.optimizer, self.training.loader, self.norm, *self.schedules]
@@ -400,6 +410,7 @@ class JobWriter:
         training = self.training
         blocks = [training.loop.body, getattr(training.epoch_loop, "body", [])]
         blocks += [frame.scope.body for frame in training.frames if frame.is_in_epoch]
+        taken = self.make_loss().lines
         called = {getattr(frame.scope, "name", "") for frame in training.frames}
         if self.evaluation:
             called |= {getattr(frame.scope, "name", "") for frame in self.evaluation.frames}
@@ -410,6 +421,6 @@ class JobWriter:
             is_text = is_call and not names
             leads = training.loop in ast.walk(statement) or names & called
             is_done = is_call and names & (RECOGNIZED | {CLIPPING})
-            if not (is_done or leads or is_text or statement.lineno in self.loss.lines):
+            if not (is_done or leads or is_text or statement.lineno in taken):
                 lines.add(statement.lineno)
         return sorted(lines)

@@ -80,6 +80,8 @@ def write_job(
     proof.holds.append(_verify(starter, conversion.main, text))
     left_out = ", ".join(map(str, writer.left_out()))
     not_judged = [f"{conversion.main}: lines {left_out} are not in the job"] * bool(left_out)
+    if not writer.start.shuffle:
+        not_judged.append("a job shuffles the samples, and the script does not")
     if _first_losses(started["sliced"]) != _first_losses(started["whole"]):
         not_judged.append("lines before the training that the job leaves out draw random numbers")
     return text, proof, not_judged
