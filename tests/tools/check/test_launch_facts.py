@@ -24,7 +24,13 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--local-rank", type=int, default=-1)
 print(parser.parse_args().local_rank)
 """
-PARSES_RANK = PARSES.replace("local-rank", "rank").replace("local_rank", "rank")
+PARSES_RANK = """
+import argparse
+parser = argparse.ArgumentParser()
+parser.add_argument("--rank", type=int, default=-1)
+parser.add_argument("--world-size", type=int)
+print(parser.parse_args().rank)
+"""
 
 
 def run_probed(folder: Path, script: str, *args: str) -> tuple[list[ProbeEvent], str]:
@@ -97,11 +103,12 @@ def test_a_library_asks_by_its_calls_and_not_by_its_import(tmp_path: Path) -> No
             False,
         ),
         (PARSES.replace("local", "other"), (), "-1", False),
-        (PARSES_RANK, ("--rank", "0"), "1", True),
+        (PARSES_RANK, ("--rank", "0", "--world-size", "2"), "1", True),
+        (PARSES_RANK, ("--rank", "8"), "8", False),  # of matrices, perhaps
         (PARSES_RANK, (), "-1", False),
         (
             PARSES_RANK.replace("import argparse", "import argparse, os\nos.environ['RANK']"),
-            ("--rank", "0"),
+            ("--rank", "0", "--world-size", "2"),
             "0",
             False,
         ),

@@ -78,7 +78,7 @@ def share_of_batch(size):
     """Return how many samples of a batch this process takes."""
     processes = dist.get_world_size()
     if size % processes:
-        raise ValueError(
+        sys.exit(
             f"a batch of {size} has no equal shares for {processes} processes:"
             " start a number that divides it"
         )

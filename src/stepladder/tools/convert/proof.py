@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from stepladder.core.numbers import format_count
+from stepladder.launcher.local.outcome import signal_name
 from stepladder.tools.check.events import Backward, BeforeStep, FileWrite, Print, Save
 from stepladder.tools.check.recording import RankLog, Recording
 from stepladder.tools.check.relations import gradients, shown
@@ -116,8 +117,10 @@ def why_failed(started: Started) -> str:
         return f"stands still {outcome.position}".rstrip()
     if outcome.failed:
         rank = next(iter(outcome.failed_ranks), 0)
-        lines = outcome.output(rank).strip().splitlines()
-        return f"fails: {lines[-1] if lines else outcome.codes}"
+        if lines := outcome.output(rank).strip().splitlines():
+            return f"fails: {lines[-1]}"
+        code = outcome.codes[rank] or 0
+        return f"ends with exit code {code}" if code >= 0 else f"ends with {signal_name(-code)}"
     return "" if outcome.has_stepped else "makes no optimizer step"
 
 

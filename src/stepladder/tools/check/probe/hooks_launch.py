@@ -189,9 +189,14 @@ def pass_local_rank(options_of_parser: set[str]) -> None:
 
 
 def pass_own_rank(options_of_parser: set[str]) -> None:
-    """Let a command line that names one rank, and the number of ranks, name those of this rank."""
+    """Let a command line that names one rank, and the number of ranks, name those of this rank.
+
+    A `--rank` alone may be that of matrices, as of LoRA.
+    """
     is_rank = current_log().settings.torchrun and not environment_reads.has_read("RANK")
-    if not is_rank or RANK_OPTION not in options_of_parser.intersection(sys.argv[1:-1]):
+    given = options_of_parser.intersection(sys.argv[1:-1])
+    variables = {VARIABLES_OF_OPTIONS[option] for option in given & VARIABLES_OF_OPTIONS.keys()}
+    if not is_rank or variables != {"RANK", "WORLD_SIZE"}:
         return
     current_log().write_with_line(RankOption(option=RANK_OPTION, variable="RANK"))
     for index, arg in enumerate(sys.argv[1:-1], 1):
