@@ -27,6 +27,7 @@ class Config:
     epochs: int = {}
     global_batch: int = {}
     seed: int = 0"""
+# An iterator draws a number: the next pass has the order that it has after an evaluation.
 WHOLE_LOOP = """\
 for _ in range({passes}):
     {model}.train()
@@ -34,6 +35,7 @@ for _ in range({passes}):
         {optimizer}.zero_grad()
         loss({model}, batch).backward()
         {step}
+    iter({evaluated})
 show_sum(loss, {model}, next(iter({loader})), {loader})
 """
 HALVED_LOOP = """\
@@ -44,6 +46,7 @@ for _ in range({passes}):
         for part, share in halves(batch):
             (loss({model}, part) / (share if {is_sum} else 1)).backward(torch.tensor(share))
         {step}
+    iter({evaluated})
 """
 COMPARED = """\
 {0}.eval()
@@ -339,10 +342,16 @@ class JobWriter:
         step = [f"torch.nn.utils.{CLIPPING}({self.model}.parameters(), {self.norm})"]
         step = step * bool(self.norm) + [f"{self.optimizer}.step()"]
         step += [f"{name}.step()" for name, per in self.schedules.items() if per == "step"]
-        names = {"model": self.model, "loader": self.training.loader, "passes": self.passes}
-        names |= {
-            "is_sum": self.is_sum,
+        evaluated = "[]"
+        if self.evaluation:
+            evaluated = self.evaluation.loader
+        names = {
+            "model": self.model,
+            "loader": self.training.loader,
+            "evaluated": evaluated,
+            "passes": self.passes,
             "optimizer": self.optimizer,
+            "is_sum": self.is_sum,
             "step": f"\n{INDENT * 2}".join(step),
         }
         end = WHOLE_LOOP.format(**names)
@@ -352,9 +361,9 @@ class JobWriter:
         used = {"torch"}
         if self.evaluation and is_halved:
             functions.append(self.make_metrics(self.evaluation, self.metrics))
-            used.add(self.evaluation.loader.partition(".")[0])
-            end += COMPARED.format(self.model, self.evaluation.loader)
-        texts = [self.model, self.optimizer, self.training.loader, self.norm, *self.schedules]
+            end += COMPARED.format(self.model, evaluated)
+        texts = [self.model, self.optimizer, self.training.loader, evaluated, self.norm]
+        texts += self.schedules
         used |= {name for text in texts if text for name in Fragment(f"_ = {text}").loads}
         text = self.compose(functions, end, used, is_whole=is_whole)
         return f"{text}\n\nimport torch\n{HALVES}\nbuild(Config())\n"

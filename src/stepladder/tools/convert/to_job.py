@@ -119,9 +119,10 @@ def _prove(original: FrozenRuns, writer: JobWriter, started: Mapping[str, Starte
     pairs = list(zip(script, whole, strict=False))
     different = [pair for pair in pairs if not math.isclose(*pair, rel_tol=SAME_LOSS)]
     if different or not pairs:
-        raise CannotConvert(
-            f"its losses are {_show(whole)}, and those of the script {_show(script)}"
-        )
+        reason = f"its losses are {_show(whole)}, and those of the script {_show(script)}"
+        if pairs and pairs[0] not in different:
+            reason += ": what the loop does besides, which is not in the job, changes them"
+        raise CannotConvert(reason)
     proof = RungProof()
     proof.holds.append(f"losses: those of the script in {format_count(len(pairs), 'step')}")
     if writer.facts.models_with_batch_norm:
