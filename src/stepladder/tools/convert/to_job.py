@@ -82,6 +82,8 @@ def write_job(
     not_judged = [f"{conversion.main}: lines {left_out} are not in the job"] * bool(left_out)
     if not writer.start.shuffle:
         not_judged.append("a job shuffles the samples, and the script does not")
+    if writer.start.drop_last:
+        not_judged.append("a job trains the smaller last batch, too, and the script drops it")
     if _first_losses(started["sliced"]) != _first_losses(started["whole"]):
         not_judged.append("lines before the training that the job leaves out draw random numbers")
     return text, proof, not_judged
