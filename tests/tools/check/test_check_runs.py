@@ -26,6 +26,11 @@ from stepladder.tools.check.rules.evidence import CHECK_TEXTS
 SCRIPTS = Path(__file__).parent / "scripts"
 CORPUS = REPOSITORY / "tests" / "check_corpus"
 EXERCISES = REPOSITORY / "lessons" / "exercises"
+STORED_NUMBERS = {
+    "for graphs": "__import__('torch.utils.tensorboard').utils.tensorboard.SummaryWriter("
+    "'graphs').add_scalar('loss', total / count, epoch)",
+    "in a file": "__import__('json').dump({'loss': (total / count).item()}, open('log', 'a'))",
+}
 
 
 def check(script: Path, folder: Path, *flags: str, args: tuple[str, ...] = ()) -> tuple[int, dict]:  # type: ignore[type-arg]
@@ -431,15 +436,18 @@ def test_the_silent_bugs_of_the_exercises_are_found(
 
 @pytest.mark.slow
 @pytest.mark.ranks
-def test_a_number_that_is_stored_for_graphs_is_shown_like_one_that_is_printed(
-    tmp_path: Path,
+@pytest.mark.parametrize("stored", STORED_NUMBERS)
+def test_a_number_that_is_stored_is_shown_like_one_that_is_printed(
+    stored: str, tmp_path: Path
 ) -> None:
-    stored = "SummaryWriter('graphs').add_scalar('loss', total / count, epoch)"
     lines = (CORPUS / "tidepools.py").read_text().splitlines()
-    text = [line[: line.index("print(")] + stored if "print(" in line else line for line in lines]
+    text = [
+        line[: line.index("print(")] + STORED_NUMBERS[stored] if "print(" in line else line
+        for line in lines
+    ]
     script = tmp_path / "from" / "stores.py"
     script.parent.mkdir()
-    script.write_text("\n".join(["from torch.utils.tensorboard import SummaryWriter", *text]))
+    script.write_text("\n".join(text))
     _, report = check(script, tmp_path)
     assert rules(report) == {"one-rank-loss"}
 

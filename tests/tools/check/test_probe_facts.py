@@ -12,7 +12,7 @@ from torch import nn
 
 from check_recordings import evidence_of, train_pass
 from stepladder.tools.check.held import describe_samples
-from stepladder.tools.check.probe import hooks_files, hooks_model
+from stepladder.tools.check.probe import hooks_model, hooks_shown
 from stepladder.tools.check.probe.layer_outputs import layer_outputs
 from stepladder.tools.check.probe.patching import WrappedCall
 from stepladder.tools.check.probe.probe_log import ProbeLog
@@ -20,7 +20,7 @@ from stepladder.tools.check.probe.probe_log import ProbeLog
 
 def test_numbers_of_a_logged_dict_are_shown_with_their_names() -> None:
     values = ({"train": {"loss": torch.tensor(0.5)}, "step": 3},)
-    event = hooks_files.metric_event(WrappedCall(print, values, {"commit": True}))
+    event = hooks_shown.metric_event(WrappedCall(print, values, {"commit": True}))
     assert event.text == "train loss 0.5 step 3 True"
 
 

@@ -242,11 +242,21 @@ class FileMove(ProbeEvent, kind="moved"):
     target: str
 
 
-class Print(ProbeEvent, kind="print"):
+class ShownText(ProbeEvent, kind="shown-text"):
+    """The user's code has shown something."""
+
+    caller: CodeLine | None = None  # the line that called the function that shows it
+    text: str = ""
+
+
+class Print(ShownText, kind="print"):
     """The user's code has printed or logged something."""
 
-    caller: CodeLine | None = None  # the line that called the function that prints
-    text: str = ""
+
+class WrittenText(ShownText, kind="written-text"):
+    """The user's code has written a line of text, or several at once, to a file that it opened."""
+
+    path: str
 
 
 class Statistic(ProbeEvent, kind="statistic"):

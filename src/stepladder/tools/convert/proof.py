@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from stepladder.core.numbers import format_count
 from stepladder.launcher.local.outcome import signal_name
-from stepladder.tools.check.events import Backward, BeforeStep, FileWrite, Print, Save
+from stepladder.tools.check.events import Backward, BeforeStep, FileWrite, Print, Save, WrittenText
 from stepladder.tools.check.recording import RankLog, Recording
 from stepladder.tools.check.relations import gradients, shown
 from stepladder.tools.check.relations.frozen_runs import FrozenRuns, Violation
@@ -24,7 +24,7 @@ from stepladder.tools.convert.facts import ScriptFacts
 from stepladder.tools.convert.source import EditedText
 from stepladder.tools.convert.starts import Start, Started
 from stepladder.tools.findings.finding import Location
-from stepladder.tools.probe.events import CodeLine
+from stepladder.tools.probe.events import CodeLine, ProbeEvent
 
 JUDGED_ON_ONE = frozenset({"samples", "gradients", "shown-numbers"})
 SAME_NORM = 1e-3  # of gradients, which are sums in one order on all processes
@@ -288,6 +288,11 @@ def _evaluation_samples(run: Recording) -> SamplesRead:
     return SamplesRead.read(p for log in run.ranks for p in passes_without_training(log))
 
 
+def _events_but_files(log: RankLog) -> Iterator[ProbeEvent]:
+    """Yield the events without text that goes to files, which is not judged."""
+    return (event for event in log.events if not isinstance(event, WrittenText))
+
+
 def _with_original_lines(
     recording: Recording, files: Mapping[str, EditedText] = MappingProxyType({})
 ) -> Recording:
@@ -305,7 +310,7 @@ def _with_original_lines(
 
     def moved(log: RankLog) -> RankLog:
         events = []
-        for event in log.events:
+        for event in _events_but_files(log):
             if isinstance(event, Print):
                 event = replace(event, at=named(facts, original(event.at)), caller=None)
             elif isinstance(event, BeforeStep | Save | FileWrite):

@@ -23,6 +23,7 @@ from stepladder.tools.check.probe import (
     hooks_model,
     hooks_names,
     hooks_random,
+    hooks_shown,
     hooks_snapshot,
     hooks_statistics,
     hooks_train,
@@ -50,6 +51,7 @@ def attach() -> None:
     hooks_files.attach()
     hooks_model.attach()
     hooks_random.attach()
+    hooks_shown.attach()
     hooks_snapshot.attach()
     hooks_statistics.attach()
     hooks_train.attach()

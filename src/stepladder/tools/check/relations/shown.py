@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from statistics import fmean, pstdev
 
-from stepladder.tools.check.events import Forward, Print
+from stepladder.tools.check.events import Forward, ShownText
 from stepladder.tools.check.recording import RankLog
 from stepladder.tools.check.relations.frozen_runs import FrozenRuns, Violation
 from stepladder.tools.check.relations.samples_read import are_of_one_data_set
@@ -60,7 +60,7 @@ def read_series(log: RankLog, with_settings: bool = False) -> dict[Place, Series
     values: dict[Place, list[float]] = defaultdict(list)
     resolutions: dict[Place, float] = defaultdict(float)
     begin = next((event.n for event in log.select(Forward)), 0)
-    for event in log.select(Print):
+    for event in log.select(ShownText):
         if event.n < begin and not with_settings:  # an address, a setting or a time
             continue
         for index, text in enumerate(SHOWN_NUMBER.findall(event.text)):

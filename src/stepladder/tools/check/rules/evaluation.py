@@ -12,9 +12,9 @@ from stepladder.tools.check.events import (
     Backward,
     Forward,
     PassStart,
-    Print,
     Save,
     ScriptCollective,
+    ShownText,
     Statistic,
 )
 from stepladder.tools.check.recording import LoaderPass, RankLog
@@ -213,7 +213,7 @@ def best_of_one_rank(evidence: RunEvidence) -> Findings:
             continue
         following = list(evidence.rank_0.events_until_training(passes[0]))
         saves = [event for event in following if isinstance(event, Save) and event.model]
-        is_shown = any(isinstance(event, Print) for event in following)
+        is_shown = any(isinstance(event, ShownText) for event in following)
         if saves and not is_shown:
             counts = [sum(batch.size for batch in one_pass.batches) for one_pass in passes]
             yield evidence.finding(

@@ -8,6 +8,7 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from operator import mul
+from pathlib import PurePath
 from statistics import fmean
 
 from stepladder.tools.check.events import (
@@ -15,9 +16,10 @@ from stepladder.tools.check.events import (
     Batch,
     Forward,
     PassStart,
-    Print,
     ScriptCollective,
+    ShownText,
     Statistic,
+    WrittenText,
 )
 from stepladder.tools.check.recording import LoaderPass, RankLog
 from stepladder.tools.check.rules.evidence import Findings, RunEvidence, align, rank_rule, run_rule
@@ -42,7 +44,7 @@ SHOWN_VALUES = (
     "one-rank-metric",
     "one-rank-loss",
 )
-Shown = Print | ScriptCollective
+Shown = ShownText | ScriptCollective
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ class ShownNumber:
 
 def numbers_of(event: ProbeEvent) -> Iterator[ShownNumber]:
     """Yield the numbers with a fraction that an event shows; others may be counts."""
-    if not isinstance(event, Print | ScriptCollective):
+    if not isinstance(event, Shown):
         return
     exact = [f"{value:.12f}" for value in getattr(event, "value", ()) if value % 1]
     for text in exact or NUMBER.findall(getattr(event, "text", "")):
@@ -162,7 +164,7 @@ class WrongValue:
     is_of_one: bool = False
 
     def fits(self, number: ShownNumber, rank: int) -> bool:
-        is_said = isinstance(number.event, Print) and not names_rank(number.event, rank)
+        is_said = isinstance(number.event, ShownText) and not names_rank(number.event, rank)
         return (is_said or not self.is_of_one) and number.is_any_of([self.value], self.factors)
 
 
@@ -306,7 +308,7 @@ def numbers_by_position(log: RankLog, one_pass: LoaderPass) -> Numbers:
         if isinstance(event, PassStart):
             shown = of_pass | shown
             of_pass = defaultdict(list)
-        caller = event.caller if isinstance(event, Print) else None
+        caller = event.caller if isinstance(event, ShownText) else None
         for index, number in enumerate(numbers_of(event)):
             of_pass[event.at, caller, index].append(number)
     return of_pass | shown
@@ -319,10 +321,12 @@ def shows_all(shown: Numbers, value: WrongValue) -> bool:
     return any(n.is_any_of(value.right) and not n.is_any_of([value.value]) for n in long)
 
 
-def names_rank(shown: Print, rank: int) -> bool:
+def names_rank(shown: ShownText, rank: int) -> bool:
     """Return whether a text says of which rank it is."""
     is_first = shown.text.lstrip(" [(<#").startswith(str(rank))
-    return is_first or NAMES_RANK.search(shown.text) is not None
+    file = PurePath(shown.path).name if isinstance(shown, WrittenText) else ""
+    is_own_file = str(rank) in re.findall(r"\d+", file)
+    return is_first or is_own_file or NAMES_RANK.search(f"{file} {shown.text}") is not None
 
 
 def are_certain(rule: str, numbers: list[ShownNumber]) -> bool:
@@ -342,12 +346,12 @@ def losses_of_one_rank(evidence: RunEvidence) -> Findings:
     for log, own in zip(ranks, losses, strict=True):
         shown: dict[Hashable, list[tuple[ShownNumber, bool, bool]]] = defaultdict(list)
         count = 0
-        for event in log.select(Backward, Print):
+        for event in log.select(Backward, ShownText):
             count += isinstance(event, Backward)
             near = slice(max(0, count - 1), count + 1)  # the losses before and after
             numbers = list(numbers_of(event))
             is_right = any(number.is_any_of(means[near], MULTIPLES) for number in numbers)
-            is_said = isinstance(event, Print) and not names_rank(event, log.rank)
+            is_said = isinstance(event, ShownText) and not names_rank(event, log.rank)
             for index, number in enumerate(numbers):
                 is_own = is_said and number.is_any_of(own[near], MULTIPLES)
                 place = event.at, getattr(event, "caller", None), index
@@ -366,9 +370,9 @@ def losses_of_one_rank(evidence: RunEvidence) -> Findings:
 
 def line_that_shows(evidence: RunEvidence, shown: Shown) -> CodeLine | None:
     """Return the line that shows a number, or that calls a function which prints for several."""
-    if not isinstance(shown, Print):
+    if not isinstance(shown, ShownText):
         return shown.at
-    prints = [event for _, event in evidence.run.select(Print) if event.at == shown.at]
+    prints = [event for _, event in evidence.run.select(type(shown)) if event.at == shown.at]
     callers = {event.caller for event in prints}
     return shown.caller if len(callers) > 1 else shown.at
 
