@@ -108,10 +108,51 @@ def test_inner_blocks_end_before_outer_ones(source: SourceText) -> None:
     assert "        inner()\nouter()\n" in source.apply(edits).text
 
 
-def test_a_statement_that_shares_its_line_is_not_changed(source: SourceText) -> None:
-    (second,) = [one for one in source.nodes(ast.Expr) if one.lineno == 8]
-    with pytest.raises(CannotConvert, match="two statements"):
-        source.insert_before(second, "x = 1")
+SHARED = """\
+x = f(
+  1); y = 2; z = 3
+if x: y = 4; z = 5  # both
+else: z = 6
+for i in range(3): x += 1
+while y: y = 0
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "expected"),
+    [
+        ("y", 2, "x = f(\n  1)\nbegin()\nif rank:\n    y = 2\nend()\nz = 3\nif x: y"),
+        ("z", 2, "y = 2\nbegin()\nif rank:\n    z = 3\nend()\nif x: y = 4"),
+        ("y", 3, "if x:\n    begin()\n    if rank:\n        y = 4\n    end()\n    z = 5  # both\n"),
+        (
+            "z",
+            3,
+            "if x:\n    y = 4\n    begin()\n    if rank:\n        z = 5\n    end()  # both\nelse",
+        ),
+        ("z", 4, "else:\n    begin()\n    if rank:\n        z = 6\n    end()\nfor"),
+        ("y", 6, "while y:\n    begin()\n    if rank:\n        y = 0\n    end()\n"),
+    ],
+)
+def test_statements_of_one_line_get_lines_of_their_own_where_one_changes(
+    name: str, line: int, expected: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(SHARED)
+    source = SourceText.read(path, "train.py")
+    (statement,) = [
+        item
+        for item in source.nodes(ast.Assign)
+        if item.lineno == line and source.text_of(item.targets[0]) == name
+    ]
+    edits = [source.insert_after(statement, "end()"), source.insert_before(statement, "begin()")]
+    edited = source.apply([*edits, *source.guard(statement, "rank")])
+    ast.parse(edited.text)
+    assert expected in edited.text
+    changed = (
+        edited.text.splitlines().index(next(t for t in edited.text.splitlines() if "if rank" in t))
+        + 1
+    )
+    assert edited.original_lines[changed] == line
 
 
 def test_a_text_of_several_lines_is_not_indented(tmp_path: Path) -> None:

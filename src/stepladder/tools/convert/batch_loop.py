@@ -195,8 +195,10 @@ class BatchLoop:
         while self.file.line(begin - 1).strip().startswith("#"):
             begin -= 1
         assert statement.end_lineno is not None
-        self.file.indentation(statement)  # it has lines of its own
-        text = textwrap.dedent("\n".join(self.file.lines[begin - 1 : statement.end_lineno]))
+        text = "\n".join(self.file.lines[begin - 1 : statement.end_lineno])
+        if self.file.shares_line(statement) or self.file.next_on_line(statement):
+            text = self.file.text_of(statement)
+        text = textwrap.dedent(text)
         source = SourceText(self.file.path, self.file.name, ast.parse(text), text)
         edits = [
             source.replace(call, f"{source.text_of(call)[:-1]}{list(self.args)})")

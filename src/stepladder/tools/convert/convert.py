@@ -243,6 +243,7 @@ class Converter:
                 self.check_resume(edited, proof)
             if not proof.broken:
                 proof.not_taken.extend([reason] * bool(reason))
+                conversion.ways[rung.letter] = alternative
                 return edits, edited, proof
             reason = reason or "; ".join(proof.broken)
         raise CannotConvert(reason)

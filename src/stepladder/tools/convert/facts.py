@@ -19,6 +19,7 @@ from stepladder.tools.check.events import (
     NamesInUse,
     NamesWhereBuilt,
     Print,
+    Statistic,
 )
 from stepladder.tools.check.recording import LoaderPass, RankLog, Recording
 from stepladder.tools.findings.finding import Location
@@ -174,6 +175,12 @@ class ScriptFacts:
         return [
             event for event in self.training_events if isinstance(event, Forward) and event.grad
         ]
+
+    @cached_property
+    def means_in_training(self) -> list[Location]:
+        """The lines that compute a loss, or another mean, for a step."""
+        means = [e.at for e in self.training_events if isinstance(e, Statistic) and e.is_mean]
+        return list(dict.fromkeys(self.location(line) for line in means if line))
 
     @cached_property
     def calls_that_train_nothing(self) -> set[Location]:

@@ -126,6 +126,24 @@ def mean_by_batches(value):
         return tuple(map(mean_by_batches, value))
     given = DataLoader.given
     return sum_over_processes(value * given) / sum_over_processes(given)''',
+    "weigh_share": '''\
+def weigh_share(criterion, outputs, targets, shows_share=False, **options):
+    """Return a loss whose gradient, averaged over all processes, is that of the whole batch.
+
+    A share counts by the weights of its targets. The value is to be averaged, too, or
+    shows the mean of the share.
+    """
+    loss = criterion(outputs, targets, **options)
+    if not torch.is_grad_enabled():
+        return loss
+    weights = options.get("weight", getattr(criterion, "weight", None))
+    ignored = options.get("ignore_index", getattr(criterion, "ignore_index", -100))
+    kept = targets[targets != ignored]
+    weight = float(len(kept) if weights is None else weights[kept].sum())
+    if weight == 0:
+        loss = 0 * outputs.sum()
+    weighed = loss * weight * dist.get_world_size() / sum_over_processes(weight)
+    return weighed + (loss - weighed).detach() if shows_share else weighed''',
     "inner_model": '''\
 def inner_model(model):
     """Return the model inside of the wrapper, if there is one."""

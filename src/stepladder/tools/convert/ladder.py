@@ -64,6 +64,7 @@ RUNGS = (
         (
             rungs.wrap_models,
             rungs.scale_summed_loss,
+            rungs.weigh_losses,
             partial(rungs.wrap_models, arguments=", find_unused_parameters=True"),
             partial(rungs.wrap_models, arguments=", broadcast_buffers=False"),
             rungs.average_by_hooks,
@@ -83,7 +84,7 @@ RUNGS = (
         "show the numbers of all processes",
         "Sums and means are those of all processes, and one process prints and logs.",
         "Each process would print its own numbers, of its share alone.",
-        (rungs.sum_numbers_of_training, rungs.keep_numbers_of_training),
+        (rungs.sum_numbers_of_training, rungs.keep_numbers_of_training, rungs.keep_shown_losses),
         frozenset({"samples", "gradients", "shown-numbers"}),
     ),
     Rung(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain, islice
 from operator import itemgetter
@@ -43,12 +43,14 @@ class Conversion:
         files: The files of the script.
         facts: What a run of it has shown.
         imports_stepladder: Whether the converted script may import stepladder.
+        ways: The function that has made each rung so far, by the rung's letter.
     """
 
     main: str
     files: dict[str, SourceText]
     facts: ScriptFacts
     imports_stepladder: bool = False
+    ways: dict[str, object] = field(default_factory=dict)
 
     def file(self, location: Location) -> SourceText:
         if location.file in self.files:
@@ -555,6 +557,35 @@ def find_lines_not_judged(conversion: Conversion) -> Iterator[tuple[SourceText, 
         is_fixed = all(isinstance(argument, ast.Constant) for argument in call.args)
         if not is_fixed and not judged & locations_of(file, call):
             yield file, call
+
+
+def weigh_losses(conversion: Conversion) -> Edits:
+    """Wrap models, and weigh the loss of each share by the weights of its targets.
+
+    A mean over targets with weights, or without those that are ignored, divides by another number
+    in each share.
+    """
+    yield from wrap_models(conversion)
+    for file, call in _calls_of_losses(conversion):
+        yield file.replace_between(call.func, call.args[0], ", ")
+        yield from file.wrap(call, "weigh_share(", "")
+
+
+def _calls_of_losses(conversion: Conversion) -> Iterator[tuple[SourceText, ast.Call]]:
+    for location in filter(conversion.is_known, conversion.facts.means_in_training):
+        file = conversion.file(location)
+        calls = [call for call in file.nodes_at(ast.Call, location.line) if len(call.args) > 1]
+        for call in calls[-1:]:  # the outermost
+            yield file, call
+
+
+def keep_shown_losses(conversion: Conversion) -> Edits:
+    """Let a weighed loss show the mean of its share: the script itself weighs what it adds up."""
+    if conversion.ways.get("c") is not weigh_losses:
+        raise CannotConvert("no loss is weighed")
+    yield from sum_numbers_of_training(conversion)
+    for file, call in _calls_of_losses(conversion):
+        yield file.insert_in_call(call, "shows_share=True")
 
 
 def scale_summed_loss(conversion: Conversion) -> Edits:

@@ -16,7 +16,8 @@ LOOPS = (ast.For, ast.While, ast.AsyncFor)
 INDENT = "    "
 
 
-AFTER, BEFORE, AROUND, INDENTED, WITHIN = range(5)  # the order of edits at one place
+# The order of edits at one place.
+AFTER, BEFORE, AROUND, INDENTED, WITHIN, ENDED, PARTED = range(7)
 
 
 class CannotConvert(Exception):
@@ -33,8 +34,10 @@ class Edit:
         end: Where it ends; `start` where text is inserted.
         text: What comes in its place.
         order: Which comes first of several at one place: what ends a block, what comes before a
-            statement, what is put around it, its indentation, and what changes within it.
+            statement, what is put around it, its indentation, what changes within it, what ends
+            the block of its line, and what parts it from the next statement of that line.
         depth: The indentation of what ends a block: inner blocks end first.
+        line: The line whose statements get lines of their own.
     """
 
     file: str
@@ -43,6 +46,7 @@ class Edit:
     text: str
     order: int = WITHIN
     depth: int = 0
+    line: int = 0
 
 
 @dataclass
@@ -98,13 +102,13 @@ class SourceText(SourceFile):
         return sorted(matches, key=lambda node: self.end(node) - self.start(node))  # type: ignore[arg-type]
 
     def statement_at(self, line: int) -> ast.stmt:
-        """Return the innermost statement of a line.
+        """Return the innermost statement of a line, the last of several.
 
         Raises:
             CannotConvert: The line has none.
         """
         if statements := self.nodes_at(ast.stmt, line):
-            return statements[0]
+            return [item for item in self.block_of(statements[0]) if item in statements][-1]
         raise CannotConvert(f"{self.name}:{line} is no statement")
 
     def scope_of(self, node: ast.AST) -> Scope:
@@ -130,30 +134,47 @@ class SourceText(SourceFile):
         raise CannotConvert(f"{self.name}:{statement.lineno} is in no block")
 
     def indentation(self, statement: ast.stmt) -> str:
-        """Return the white space before a statement.
+        """Return the white space before a statement, if it has a line of its own."""
+        first = self.block_of(statement)[0]
+        before = self.text_before(first)
+        return before[: len(before) - len(before.lstrip())] + INDENT * self.shares_line(first)
 
-        Raises:
-            CannotConvert: It shares its line with another one.
-        """
+    def text_before(self, statement: ast.stmt) -> str:
         begin = self.line_starts[self.first_line(statement) - 1]
-        before = self.text[begin : self.start(statement)]
-        if before.strip() and not before.strip().startswith("@"):
-            raise CannotConvert(
-                f"{self.name}:{statement.lineno} has two statements: give each its own line"
-            )
-        return before[: len(before) - len(before.lstrip())]
+        return self.text[begin : self.start(statement)]
+
+    def shares_line(self, statement: ast.stmt) -> bool:
+        """Return whether another statement, or the head of its block, begins its line."""
+        before = self.text_before(statement).strip()
+        return bool(before) and not before.startswith("@")
+
+    def next_on_line(self, statement: ast.stmt) -> ast.stmt | None:
+        """Return the statement of the same block that begins where a statement ends."""
+        block = self.block_of(statement)
+        following = block[block.index(statement) + 1 :][:1]
+        return next((item for item in following if item.lineno == statement.end_lineno), None)
 
     def first_line(self, statement: ast.stmt) -> int:
         """Return the line at which a statement begins, with its decorators."""
         decorators = getattr(statement, "decorator_list", [])
         return min(statement.lineno, *(int(item.lineno) for item in decorators), statement.lineno)
 
-    def insert_before(self, statement: ast.stmt, text: str) -> Edit:
+    def insert_before(self, statement: ast.stmt, text: str, order: int = BEFORE) -> Edit:
+        indentation = self.indentation(statement)
+        if self.shares_line(statement):
+            edit = self.insert(self.start(statement), text, indentation, order)
+            return replace(edit, line=statement.lineno)
         begin = self.line_starts[self.first_line(statement) - 1]
-        return self.insert(begin, text, self.indentation(statement), BEFORE)
+        return self.insert(begin, text, indentation, order)
 
     def insert_after(self, statement: ast.stmt, text: str) -> Edit:
         indentation = self.indentation(statement)
+        if following := self.next_on_line(statement):
+            return self.insert_before(following, text, AFTER)
+        if self.shares_line(self.block_of(statement)[0]):
+            end = self.end(statement)
+            indented = "".join(f"\n{indentation}{line}" for line in text.splitlines())
+            return Edit(self.name, end, end, indented, ENDED, line=statement.lineno)
         assert statement.end_lineno is not None
         at = self.line_starts[statement.end_lineno]
         if not self.text[:at].endswith("\n"):
@@ -167,6 +188,14 @@ class SourceText(SourceFile):
 
     def replace(self, node: ast.expr | ast.stmt, text: str) -> Edit:
         return Edit(self.name, self.start(node), self.end(node), text)
+
+    def replace_between(self, node: ast.expr, following: ast.expr, text: str) -> Edit:
+        return Edit(self.name, self.end(node), self.start(following), text)
+
+    def insert_in_call(self, call: ast.Call, argument: str) -> Edit:
+        """Return the edit that gives a call one more argument."""
+        last = max([*call.args, *(item.value for item in call.keywords)], key=self.end)
+        return Edit(self.name, self.end(last), self.end(last), f", {argument}")
 
     def wrap(self, node: ast.expr, before: str, edited: str = ")") -> list[Edit]:
         """Return the edits that put text around an expression."""
@@ -183,18 +212,33 @@ class SourceText(SourceFile):
         for node in self.nodes(ast.Constant, statement):
             if isinstance(node.value, str) and node.end_lineno != node.lineno:
                 raise CannotConvert(f"{self.name}:{node.lineno} is a text of several lines")
-        edits = [replace(self.insert_before(statement, f"if {condition}:"), order=AROUND)]
+        edits = [self.insert_before(statement, f"if {condition}:", AROUND)]
         for line in range(self.first_line(statement), statement.end_lineno + 1):
             if self.lines[line - 1].strip():
-                begin = self.line_starts[line - 1]
+                is_shared = line == statement.lineno and self.shares_line(statement)
+                begin = self.start(statement) if is_shared else self.line_starts[line - 1]
                 edits.append(Edit(self.name, begin, begin, INDENT, INDENTED))
         return edits
+
+    def part_line(self, line: int) -> Iterator[Edit]:
+        """Yield the edits that give each statement of a line a line of its own."""
+        for statement in self.nodes(ast.stmt):
+            if statement.lineno == line and self.shares_line(statement):
+                start = self.start(statement)
+                before = self.text_before(statement)
+                end = start - len(before) + len(before.rstrip(" \t;"))
+                yield Edit(self.name, end, start, "\n", PARTED)
+                yield Edit(self.name, start, start, self.indentation(statement), INDENTED)
 
     def apply(self, edits: list[Edit]) -> EditedText:
         """Return the text with edits; those at one place in the order of the list."""
         pieces: list[tuple[str, int | None]] = []  # with the index in the original, if it has one
         position = 0
-        for edit in sorted(edits, key=lambda edit: (edit.start, edit.order, -edit.depth)):
+        shared = sorted({edit.line for edit in edits if edit.line})
+        parted = [edit for line in shared for edit in self.part_line(line)]
+        for edit in sorted(
+            [*edits, *parted], key=lambda edit: (edit.start, edit.order, -edit.depth)
+        ):
             if edit.start < position:
                 raise CannotConvert(f"{self.name}: two changes of one place")
             pieces += [(self.text[position : edit.start], position), (edit.text, None)]
