@@ -318,7 +318,10 @@ def test_modules_from_other_folders_of_the_repository_are_put_beside_the_script(
     ("text", "reason"),
     [
         (CARRIED, "train.py:9 gives the model what it has returned a step before"),
-        (ONE_LINE, "train.py:7 makes loaders for training and for evaluation: write a line for"),
+        (
+            ONE_LINE.replace("(64, 33)", "map(int, (64, 33))"),
+            "train.py:7 makes loaders for training and for evaluation: write a line for",
+        ),
     ],
 )
 def test_samples_that_cannot_be_shared_are_left_to_a_person(
@@ -412,6 +415,50 @@ def test_a_model_that_is_trained_by_its_parts_and_decides_by_an_attribute_is_rig
         for start in (("run", "--nproc", "1"), ("run", "--nproc", "2"))
     ]
     assert lines[0][-6:] == lines[1][-6:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "expected", "stopped"),
+    [
+        (
+            "phases",
+            (
+                "share_samples_if(p in ['train'], share_batches_if(p in ['val'], DataLoader(",
+                "    model = nn.Linear(6, 3)\n    model = DistributedDataParallel(model)\n",
+                "loss = weigh_share(criterion, outputs, labels)\n",
+                'newline="") if dist.get_rank() == 0 else open(os.devnull, "w") as file:',
+            ),
+            "repeats the loop over epochs",
+        ),
+        pytest.param(
+            "padded", ("ignore_index=0, shows_share=True)",), "", marks=pytest.mark.corpus
+        ),
+    ],
+)
+def test_shares_of_other_weights_and_loaders_of_two_phases_show_what_one_process_shows(
+    name: str,
+    expected: tuple[str, ...],
+    stopped: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    text = (Path(__file__).parent / "scripts" / f"{name}.py").read_text()
+    for before, after in (("3)\n    opt", "3); opt"), ('":\n                w', '": w')):
+        text = text.replace(before, after)  # statements that share a line
+    (tmp_path / "train.py").write_text(text)
+    result = convert_in(tmp_path, monkeypatch, "g")
+    assert stopped in result.stopped and "f, " not in result.stopped
+    text = result.files["train.py"]
+    for part in expected:
+        assert part in text
+    (tmp_path / "train_ddp.py").write_text(text)
+    starts = (("1", "train.py"), ("2", "train_ddp.py"))
+    shown = [
+        re.findall(r"\d+\.\d+", run("run", "--nproc", *start, cwd=tmp_path).stdout)
+        for start in starts
+    ]
+    assert shown[0] == shown[1] and shown[0]
 
 
 @pytest.mark.slow

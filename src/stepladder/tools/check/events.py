@@ -144,6 +144,7 @@ class PassStart(ProbeEvent, kind="pass"):
     number: int  # its number in the process
     way: str = ""  # the functions and lines that lead to the loop
     built: CodeLine | None = None  # the line that made the loader
+    built_before: int = 0  # how many loaders the line had made before
     sampler_built: CodeLine | None = None  # the line that made the sampler
     loader: int = 0  # the id of the loader
     loader_class: str = ""  # the class of the loader

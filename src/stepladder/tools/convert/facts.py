@@ -45,19 +45,27 @@ class LoaderFacts:
         built: The line.
         passes: The passes.
         uses: The functions that use the loaders.
-        is_mixed: Whether the line makes loaders that train, and others.
+        others: Those of the same line that are used otherwise: some train, and others do not.
         is_told_by_order: Whether its loaders shuffle if they train, and only then.
     """
 
     built: Location
     passes: list[LoaderPass]
     uses: list[tuple[Use, ...]]
-    is_mixed: bool = False
+    others: list[LoaderPass]
     is_told_by_order: bool = True
 
     @property
     def is_training(self) -> bool:
         return any(one_pass.is_training for one_pass in self.passes)
+
+    def turns(self, number: int) -> tuple[set[int], set[int]]:
+        """Return which of a number of calls, in turn, make these loaders, and which the others."""
+        of_loaders, of_others = (
+            {one_pass.start.built_before % number for one_pass in passes} if number else set()
+            for passes in (self.passes, self.others)
+        )
+        return of_loaders, of_others
 
 
 class ScriptFacts:
@@ -109,7 +117,7 @@ class ScriptFacts:
                 built,
                 of,
                 list(self.uses_of_passes(of)),
-                is_mixed=(built, not trains) in passes,
+                passes.get((built, not trains), []),
                 is_told_by_order=built not in strange,
             )
             for (built, trains), of in passes.items()

@@ -116,10 +116,9 @@ def why_failed(started: Started) -> str:
     if outcome.has_stalled and not outcome.has_raised:
         return f"stands still {outcome.position}".rstrip()
     if outcome.failed:
-        rank = next(iter(outcome.failed_ranks), 0)
-        if lines := outcome.output(rank).strip().splitlines():
-            return f"fails: {lines[-1]}"
-        code = outcome.codes[rank] or 0
+        if outcome.last_error:
+            return f"fails: {outcome.last_error}"
+        code = next((outcome.codes[rank] or 0 for rank in outcome.failed_ranks), 0)
         return f"ends with exit code {code}" if code >= 0 else f"ends with {signal_name(-code)}"
     return "" if outcome.has_stepped else "makes no optimizer step"
 

@@ -19,7 +19,7 @@ from stepladder.tools.check.script_source import (
     parameters_of,
     stored_names,
 )
-from stepladder.tools.convert.facts import LoaderFacts, ScriptFacts
+from stepladder.tools.convert.facts import LoaderFacts, ScriptFacts, Use
 from stepladder.tools.convert.source import CannotConvert, Edit, Scope, SourceText
 from stepladder.tools.findings.finding import Location
 
@@ -189,12 +189,16 @@ def _wrap_loaders(
     for loader in conversion.facts.loaders:
         if not conversion.is_known(loader.built) or loader.is_training is not of_training:
             continue
-        call = _find_call_of(conversion, loader)
+        call, is_mixed = _find_call_of(conversion, loader)
         file = conversion.file(loader.built)
         if divides:
             yield from _divide_size(conversion, file, call)
-        by_order = "share_shuffled" if of_training else "share_ordered"
-        yield from file.wrap(call, f"{by_order if loader.is_mixed else helper}(")
+        before = f"{helper}("
+        if is_mixed and loader.is_told_by_order:
+            before = "share_shuffled(" if of_training else "share_ordered("
+        elif is_mixed:
+            before = f"{helper}_if({_find_condition(file, call, loader)}, "
+        yield from file.wrap(call, before)
 
 
 def _divide_size(conversion: Conversion, file: SourceText, call: ast.Call) -> Edits:
@@ -230,28 +234,49 @@ def _size_of(file: SourceText, call: ast.Call, parameters: list[str], name: str)
     return value
 
 
-def _find_call_of(conversion: Conversion, loader: LoaderFacts) -> ast.Call:
-    """Return the call that makes a loader.
+def _find_call_of(conversion: Conversion, loader: LoaderFacts) -> tuple[ast.Call, bool]:
+    """Return the call that makes a loader, and whether it makes loaders for other uses, too.
 
     Raises:
         CannotConvert: Its samples cannot be shared.
     """
-    calls = conversion.calls(loader.built, "DataLoader")
+    file = conversion.file(loader.built)
+    calls = sorted(conversion.calls(loader.built, "DataLoader"), key=file.start)
+    of_call, others = loader.turns(len(calls))
     reason = ""
-    if len(calls) != 1:
+    if len(of_call) != 1:
         reason = (
-            f"has {len(calls)} calls of DataLoader: one on a line can be shared, in a file of the"
-            " folder that you start in"
+            f"has {len(calls)} calls of DataLoader: each must be in a file of the folder that you"
+            " start in, and make loaders for one use"
         )
-    elif loader.is_mixed and not loader.is_told_by_order:
-        reason = "makes loaders for training and for evaluation: write a line for each"
     elif loader.passes[0].start.iterable:
         reason = "reads a stream: let each process skip the samples of the others"
     elif loader.is_training and any(item.arg == "batch_sampler" for item in calls[0].keywords):
         reason = "has batches of its own: each process must take a part of each"
     if reason:
         raise CannotConvert(f"{loader.built.file}:{loader.built.line} {reason}")
-    return calls[0]
+    (turn,) = of_call
+    return calls[turn], turn in others
+
+
+def _find_condition(file: SourceText, call: ast.Call, loader: LoaderFacts) -> str:
+    """Return what is true where a call that is repeated for given values makes such a loader.
+
+    Raises:
+        CannotConvert: No values tell loaders for training from others.
+    """
+    for node in file.parents_of(call):
+        loops = [node, *getattr(node, "generators", [])]
+        for loop in (item for item in loops if isinstance(item, ast.For | ast.comprehension)):
+            values = [ast.unparse(item) for item in getattr(loop.iter, "elts", [])]
+            of_loader, others = loader.turns(len(values))
+            if of_loader and not of_loader & others:
+                chosen = ", ".join(values[turn] for turn in sorted(of_loader))
+                return f"{file.text_of(loop.target)} in [{chosen}]"
+    raise CannotConvert(
+        f"{file.name}:{call.lineno} makes loaders for training and for evaluation: write a line"
+        " for each"
+    )
 
 
 def share_training_samples(conversion: Conversion, divides: bool = False) -> Edits:
@@ -270,22 +295,33 @@ def share_training_samples(conversion: Conversion, divides: bool = False) -> Edi
 def find_epoch_loops(conversion: Conversion) -> Iterator[tuple[SourceText, ast.For]]:
     """Yield the `for` loops in which a training loader is iterated again, one for each loader."""
     for loader in conversion.facts.loaders:
-        loops = _find_loops_around(conversion, loader) if loader.is_training else iter(())
-        for file, loop in islice(loops, 1):
+        found = (loops for loops in find_training_loops(conversion, loader) if loops)
+        for file, loop in (loops[0] for loops in islice(found, 1)):
             if isinstance(loop, ast.For):
                 yield file, loop
 
 
-def _find_loops_around(
+def find_training_loops(
     conversion: Conversion, loader: LoaderFacts
+) -> Iterator[list[tuple[SourceText, ast.stmt]]]:
+    """Yield the loops around each loop over a training loader, the innermost first.
+
+    What is listed in the source, such as ["train", "val"], is done in each epoch.
+    """
+    for uses in loader.uses * loader.is_training:
+        loops = _find_loops_around(conversion, uses)
+        yield [item for item in loops if not getattr(getattr(item[1], "iter", 0), "elts", [])]
+
+
+def _find_loops_around(
+    conversion: Conversion, uses: tuple[Use, ...]
 ) -> Iterator[tuple[SourceText, ast.stmt]]:
-    for uses in loader.uses:
-        for depth, use in enumerate(uses):
-            if conversion.is_known(use.location):
-                file = conversion.file(use.location)
-                for loop in file.loops_around(conversion.statement(use.location)):
-                    if depth or not _iterates_at(loop, use.location.line):
-                        yield file, loop
+    for depth, use in enumerate(uses):
+        if conversion.is_known(use.location):
+            file = conversion.file(use.location)
+            for loop in file.loops_around(conversion.statement(use.location)):
+                if depth or not _iterates_at(loop, use.location.line):
+                    yield file, loop
 
 
 def _iterates_at(loop: ast.stmt, line: int) -> bool:
@@ -403,7 +439,12 @@ def keep_evaluation(conversion: Conversion) -> Edits:
 
 def _add_sums(conversion: Conversion, of_training: bool) -> Edits:
     """After each loop over a loader, add up over all processes what the loop has added up."""
+    summed = []
+    if of_training and conversion.ways.get("d") is share_evaluation:
+        summed = [loop for _, loop, _ in _find_loops_over(conversion, of_training=False)]
     for file, loop, loader_name in _find_loops_over(conversion, of_training):
+        if loop in summed:  # of one loop for both
+            continue
         following = _statements_after(file, loop)
         known = {node.id for item in following for node in file.nodes(ast.Name, item)}
         used = [name for name in _accumulators(file, loop) if name in known]
@@ -466,7 +507,8 @@ def _find_loops_over(
 
 def _names_of_loader(file: SourceText, loop: ast.For, name: str) -> set[str]:
     """Return a name, and those of what is made of it in the function, such as a progress bar."""
-    names = {name}
+    iterated = [loop.iter, *getattr(loop.iter, "args", [])]  # in enumerate, for example
+    names = {name, *map(file.text_of, iterated)}
     for node in file.nodes(ast.Assign, file.scope_of(loop)):
         if isinstance(node.value, ast.Call) and name in map(file.text_of, node.value.args):
             names.update(map(file.text_of, node.targets))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from itertools import chain
 
 from stepladder.tools.check.script_source import last_name, locations_of
 from stepladder.tools.convert.rungs import (
@@ -12,7 +13,7 @@ from stepladder.tools.convert.rungs import (
     calls_of,
     find_lines_not_judged,
 )
-from stepladder.tools.convert.source import Edit
+from stepladder.tools.convert.source import Edit, SourceText
 from stepladder.tools.findings.finding import Location
 
 
@@ -26,8 +27,19 @@ def write_once(conversion: Conversion, save: str = "save_once") -> Edits:
         statement = conversion.statement(location)
         if isinstance(statement, ast.Assign):  # a writer, which other lines use
             yield from file.wrap(statement.value, "", f" if {RANK_0} else Nothing()")
+        elif isinstance(statement, ast.With) and _reads_loaders(conversion, file, statement):
+            for item in statement.items:
+                otherwise = f' if {RANK_0} else open(os.devnull, "w")'
+                yield from file.wrap(item.context_expr, "", otherwise)
         else:
             yield from file.guard(statement, RANK_0)
+
+
+def _reads_loaders(conversion: Conversion, file: SourceText, statement: ast.stmt) -> bool:
+    """Return whether loaders are read within a statement, which is for all processes then."""
+    uses = (uses for loader in conversion.facts.loaders for uses in loader.uses)
+    locations = {use.location for use in chain.from_iterable(uses)}
+    return not locations.isdisjoint(locations_of(file, statement))
 
 
 def _let_all_make_folders(conversion: Conversion) -> Edits:

@@ -14,6 +14,7 @@ from stepladder.tools.convert.rungs import (
     added_to,
     assigned_before,
     find_epoch_loops,
+    find_training_loops,
     name_of_epoch,
 )
 from stepladder.tools.convert.source import CannotConvert, Edit, SourceText
@@ -32,8 +33,15 @@ def _first_epoch_loop(conversion: Conversion) -> tuple[SourceText, ast.For]:
     """Return the loop over epochs.
 
     Raises:
-        CannotConvert: There is none.
+        CannotConvert: There is none, or another loop repeats it.
     """
+    for loader in conversion.facts.loaders:
+        for loops in find_training_loops(conversion, loader):
+            for file, loop in loops[1:]:
+                raise CannotConvert(
+                    f"{file.name}:{loop.lineno} repeats the loop over epochs: a snapshot would have"
+                    " to know in which turn it was saved"
+                )
     for file, loop in find_epoch_loops(conversion):
         return file, loop
     raise CannotConvert("no loop over epochs: a snapshot is saved at the end of each")

@@ -102,14 +102,20 @@ class SourceText(SourceFile):
         return sorted(matches, key=lambda node: self.end(node) - self.start(node))  # type: ignore[arg-type]
 
     def statement_at(self, line: int) -> ast.stmt:
-        """Return the innermost statement of a line, the last of several.
+        """Return the innermost statement of a line, the last of several, or the head of a block.
 
         Raises:
             CannotConvert: The line has none.
         """
-        if statements := self.nodes_at(ast.stmt, line):
-            return [item for item in self.block_of(statements[0]) if item in statements][-1]
-        raise CannotConvert(f"{self.name}:{line} is no statement")
+        statements = self.nodes_at(ast.stmt, line)
+        if not statements:
+            raise CannotConvert(f"{self.name}:{line} is no statement")
+        block, parent = self.block_of(statements[0]), self.parents[statements[0]]
+        if isinstance(parent, ast.With | ast.If | ast.For | ast.While) and self.shares_line(
+            block[0]
+        ):
+            return parent
+        return [item for item in block if item in statements][-1]
 
     def scope_of(self, node: ast.AST) -> Scope:
         """Return the function that holds a node, or the module."""

@@ -49,6 +49,7 @@ FILE_MODULES = ("h5py", "zipfile", "tarfile", "sqlite3", "lmdb")
 FILE_CLASSES = ("ZipFile", "TarFile", "Connection", "Environment")
 # Attributes that the probe gives to objects of torch.
 LINE_ATTRIBUTE = "_stepladder_line"  # of a loader or a sampler: the line that made it
+COUNT_ATTRIBUTE = "_stepladder_count"  # of a loader: how many that line had made before
 # Of a loader that is read ahead: what writes the events of later batches.
 AHEAD_ATTRIBUTE = "_stepladder_ahead"
 PASS_ATTRIBUTE = "_stepladder_pass"  # of an iterator: its PassState
@@ -124,6 +125,7 @@ class PassCounters:
 
 
 pass_counters = PassCounters()
+loader_counts: Counter[CodeLine | None] = Counter()  # by the line that made them
 loader_lines: dict[int, CodeLine | None] = {}  # of the script's own loaders, by id of the data set
 
 
@@ -151,6 +153,8 @@ def remember_line(call: WrappedCall) -> Any:
         data = id(loader.dataset)
         if log.is_called_by_user():
             loader_lines[data] = line
+            vars(loader)[COUNT_ATTRIBUTE] = loader_counts[line]
+            loader_counts[line] += 1
         line = loader_lines.get(data, line)
         if log.settings.batches:
             shorten(loader, log.settings.batches)
@@ -234,6 +238,7 @@ def describe_loader(loader: Any) -> Fields:
     base_dataset = base_of(dataset)
     return {
         "built": getattr(loader, LINE_ATTRIBUTE, None),
+        "built_before": getattr(loader, COUNT_ATTRIBUTE, 0),
         "sampler_built": getattr(sampler, LINE_ATTRIBUTE, None),
         "loader": id(loader),
         "loader_class": type(loader).__name__,
