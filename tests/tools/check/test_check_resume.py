@@ -8,7 +8,7 @@ from typing import Any
 
 from check_recordings import LOADER, backward, evidence_of, forward, log, step, train_pass
 from stepladder.tools.check.recording import Recording
-from stepladder.tools.check.resume import compare
+from stepladder.tools.check.resume import compare, until_opened
 
 Events = list[dict[str, Any]]
 FIRST = [[0, 2], [4, 6]]
@@ -43,6 +43,15 @@ def rules(resumed: Events, unbroken: Events = UNBROKEN, ended: Events = ENDED) -
 
 def test_a_resume_that_goes_on_where_it_stopped_has_no_finding() -> None:
     assert rules([set_epoch(1), *train_pass(1, SECOND, 3), {"k": "exit"}]) == []
+
+
+def test_a_start_goes_on_from_the_snapshot_that_an_argument_names() -> None:
+    runs = [
+        Recording([log(0, [{"k": "snapshot", "paths": paths}])], 2)
+        for paths in (["a.pt"], ["b.pt", "c.pt"])
+    ]
+    assert until_opened(runs, {"a.pt"}) == runs[:1]
+    assert until_opened(runs, {"b.pt"}) == until_opened(runs, {"elsewhere.pt"}) == runs
 
 
 def test_an_epoch_that_is_trained_again_or_skipped_is_named() -> None:

@@ -176,6 +176,12 @@ CASES: dict[str, tuple[str, Events, Events]] = {
     ),
     "one batch more": ("uneven-steps", train_pass(1, [[0, 2], [4, 6], [8, 9]]), train_pass(1, ONE)),
     "no wrapper": ("not-wrapped", ALONE, other_grads(ALONE)),
+    "another rate": ("replicas-differ", steps(step(1)), steps(step(1, lr=[0.2]))),
+    "few samples of one epoch": (
+        "set-epoch",
+        epochs([[0], [2]], [[0], [2]], epoch=0, length=4, base_length=4),
+        epochs([[1], [3]], [[1], [3]], epoch=0, length=4, base_length=4),
+    ),
     "another weight": ("replicas-differ", steps(step(1), step(2)), steps(step(1), step(2, "x"))),
     "another weight, and gradients by hand": (
         "replicas-differ",

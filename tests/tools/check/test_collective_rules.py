@@ -89,9 +89,8 @@ def test_a_collective_that_one_rank_skips_is_named_with_the_if_that_decides_it()
 
 def test_an_evaluation_in_its_wrapper_by_one_rank_alone_is_named_where_the_run_fails() -> None:
     text = "for epoch in range(2):\n    train()\n    if first:\n        model(x)\nfirst = get_rank() == 0\n"
-    built = {"k": "ddp", "parameters": {}, "buffers": True}
+    built = {"k": "ddp", "parameters": {}, "buffers": True, "holds_buffers": True}
     trained = [built, *train_pass(1, ZERO)]
-    trained = [e | {"norms": 1} if e["k"] == "forward" else e for e in trained]
     place = {"at": ["train.py", 4, "<module>"], "way": "<module>:4"}
     alone = [event | place for event in eval_pass(2, ZERO, loader=2)]
 
@@ -105,8 +104,9 @@ def test_an_evaluation_in_its_wrapper_by_one_rank_alone_is_named_where_the_run_f
     assert not named([*trained, *alone], [*other, *alone]), "both evaluate"
     assert not named([*trained, *alone, *train_pass(3, ZERO)], other), "it came further"
     assert not named([*trained[1:], *alone], other), "buffers are not broadcast"
-    plain = [e | {"norms": 0} if e["k"] == "forward" else e for e in trained]
-    assert not named([*plain, *alone], other), "no batch norm"
+    plain = built | {"holds_buffers": False}
+    assert not named([plain, *trained[1:], *alone], other), "it has no buffers"
+    assert not named([*trained, *alone], []), "the other rank has failed before it trained"
 
 
 def test_a_rank_that_leaves_the_loop_early_skips_no_collective() -> None:

@@ -12,7 +12,7 @@ from torch import nn
 
 from check_recordings import evidence_of, train_pass
 from stepladder.tools.check.held import describe_samples
-from stepladder.tools.check.probe import hooks_model, hooks_shown
+from stepladder.tools.check.probe import hooks_model, hooks_shown, hooks_train
 from stepladder.tools.check.probe.layer_outputs import layer_outputs
 from stepladder.tools.check.probe.patching import WrappedCall
 from stepladder.tools.check.probe.probe_log import ProbeLog
@@ -60,3 +60,18 @@ def test_the_samples_that_are_never_read_are_said() -> None:
     assert line == "samples: 4 of 8 samples, each once an epoch, in 1 epoch"
     same = describe_samples(evidence_of(ranks[0], ranks[0]))
     assert "2 of 8 samples, each 2 times an epoch" in same
+
+
+@pytest.mark.parametrize("frozen", ["", "plain"])
+def test_clipping_shows_its_norm_and_changes_no_gradient_of_frozen_weights(
+    frozen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight = nn.Parameter(torch.ones(4))
+    weight.grad = torch.full((4,), 3.0)
+    recorded: list[Any] = []
+    monkeypatch.setattr(hooks_train, "record", recorded.append)
+    log = SimpleNamespace(settings=SimpleNamespace(frozen=frozen))
+    monkeypatch.setattr(hooks_train, "current_log", lambda: log)
+    call = WrappedCall(nn.utils.clip_grad_norm_, ([weight],), {"max_norm": 1.0})
+    assert hooks_train.record_clipping(call).item() == recorded[0].norm == 6.0
+    assert weight.grad.norm().item() == pytest.approx(6.0 if frozen else 1.0)

@@ -149,6 +149,7 @@ class PassStart(ProbeEvent, kind="pass"):
     loader: int = 0  # the id of the loader
     loader_class: str = ""  # the class of the loader
     sampler_id: int = 0
+    epoch: int | None = None  # by which the sampler shuffles
     settable: bool = False  # whether the sampler has set_epoch
     data_settable: bool = False  # whether the data set has set_epoch
     shuffle: bool = False
@@ -324,6 +325,7 @@ class WrapperBuilt(ProbeEvent, kind="ddp"):
 
     parameters: dict[str, list[Any]]  # the id and the hash of each parameter that is trained
     buffers: bool = True  # whether buffers are broadcast
+    holds_buffers: bool = False  # whether the model has any
     nested: str = ""  # the class of a wrapper that the model is or holds already
     gpu: str = ""  # the GPU on which it is, and those that are visible; empty where it is on none
 

@@ -173,6 +173,7 @@ def compare(evidence: RunEvidence, before: list[Recording], resumed: Recording) 
     loads: list[Any] = [*log.select(StateDictLoad), *log.select(Load)]
     if not loads:
         return Comparison(not_checked=NO_LOAD)
+    before = until_opened(before, {event.path for event in log.select(Load)})
     resumed_alone = replace(evidence, run=replace(resumed, original=evidence.run.original))
     prefixed = list(module_prefix(resumed_alone))
     if prefixed:
@@ -191,6 +192,15 @@ def compare(evidence: RunEvidence, before: list[Recording], resumed: Recording) 
         return Comparison([replace(diverged, evidence=text)])
     finding = compare_samples(run) or compare_inputs(run)
     return Comparison([finding]) if finding else compare_values(run)
+
+
+def until_opened(before: list[Recording], opened: set[str]) -> list[Recording]:
+    """Return the starts until the snapshot that was opened, which an argument may name."""
+    for number in range(len(before), 0, -1):
+        found = before[number - 1].select(SnapshotFound)
+        if opened.intersection(path for _, event in found for path in event.paths):
+            return before[:number]
+    return before
 
 
 def line_of_snapshot(halted: Recording) -> CodeLine | None:

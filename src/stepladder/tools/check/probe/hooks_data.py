@@ -243,6 +243,7 @@ def describe_loader(loader: Any) -> Fields:
         "loader": id(loader),
         "loader_class": type(loader).__name__,
         "sampler_id": id(sampler),
+        "epoch": epoch_of(sampler),
         "settable": hasattr(sampler, "set_epoch"),
         "data_settable": hasattr(dataset, "set_epoch"),
         "shuffle": shuffles(sampler),
@@ -265,6 +266,12 @@ def describe_loader(loader: Any) -> Fields:
 def shuffles(sampler: Any) -> bool:
     is_in_order = type(sampler).__name__ in ("SequentialSampler", "_InfiniteConstantSampler")
     return bool(getattr(sampler, "shuffle", not is_in_order))
+
+
+def epoch_of(sampler: Any) -> int | None:
+    """Return the epoch by which a sampler shuffles; None of one that knows none."""
+    epoch = getattr(sampler, "epoch", None)
+    return epoch if isinstance(epoch, int) else None
 
 
 def length_of(sized: Any) -> int | None:

@@ -259,6 +259,7 @@ def record_wrapper(call: WrappedCall) -> Any:
         WrapperBuilt(
             parameters={name_of(p): [id(p), digests.digest(p)] for p in trained},
             buffers=bool(wrapper.broadcast_buffers),
+            holds_buffers=any(True for _ in wrapper.buffers()),
             nested=nested,
             gpu=gpu_of(trained),
         )

@@ -53,8 +53,7 @@ class RecordedText(io.TextIOWrapper):
     """
 
     count = 0  # of recorded lines
-    line: CodeLine | None = None
-    caller: CodeLine | None = None
+    place: tuple[CodeLine | None, CodeLine | None] = (None, None)  # the line, and its caller
     text = ""
 
     def write(self, text: str) -> int:
@@ -65,10 +64,10 @@ class RecordedText(io.TextIOWrapper):
     @default_on_error(lambda: None)
     def remember(self, text: str) -> None:
         log = current_log()
-        line, caller = log.user_line(), log.user_caller()
-        if (line, caller) != (self.line, self.caller):
+        place = (log.user_line(), log.user_caller())
+        if place != self.place:
             self.record()
-        self.line, self.caller = line, caller
+        self.place = place
         self.text += text[: MAX_WRITTEN_TEXT - len(self.text)]
         if text.endswith("\n"):
             self.record()
@@ -76,10 +75,11 @@ class RecordedText(io.TextIOWrapper):
     @default_on_error(lambda: None)
     def record(self) -> None:
         """Record what is written so far."""
-        if self.line and self.text:
+        line, caller = self.place
+        if line and self.text:
             self.count += 1
-            event = WrittenText(caller=self.caller, text=self.text, path=str(self.name))
-            current_log().write(event, self.line)
+            event = WrittenText(caller=caller, text=self.text, path=str(self.name))
+            current_log().write(event, line)
         self.text = ""
 
     def close(self) -> None:

@@ -5,6 +5,7 @@ Losses are recorded as numbers, gradients and weights as hashes by name.
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 import traceback
@@ -167,7 +168,10 @@ def record_clipping(call: WrappedCall) -> Any:
     parameters = call.argument(0, "parameters")
     is_one = isinstance(parameters, Tensor)
     parameters = [parameters] if is_one else list(parameters)  # an iterator can be read once
-    norm = call.with_argument(0, "parameters", parameters).run()
+    call = call.with_argument(0, "parameters", parameters)
+    if current_log().settings.frozen:  # a clipped gradient is the mean of no samples
+        call = call.with_argument(1, "max_norm", math.inf)
+    norm = call.run()
     is_number = type(norm) is Tensor
     pointers = digests.gradient_pointers(parameters)
     record(Clipping(ptrs=pointers, norm=float(norm) if is_number else None))

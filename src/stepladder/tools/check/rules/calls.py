@@ -336,27 +336,29 @@ def uneven_backwards(evidence: RunEvidence) -> Findings:
 
 @rank_rule("collective-order.buffers")
 def lone_evaluation(evidence: RunEvidence) -> Findings:
-    """Find a wrapped model that one rank alone evaluates, in a run that came no further.
+    """Find a wrapped model that one rank alone calls, in a run that came no further.
 
     DDP broadcasts buffers before the first call after a training step. The other ranks take them
     for their next collective, or have ended.
     """
     run = evidence.run
-    broadcasts = any(event.buffers for _, event in run.select(WrapperBuilt))
+    broadcasts = any(event.buffers and event.holds_buffers for _, event in run.select(WrapperBuilt))
     made = [(rank, call) for rank, call in run.select(Forward) if call.wrapped == DDP]
-    if run.has_finished or not broadcasts or not any(call.norms for _, call in made):
+    have_trained = {rank for rank, call in made if call.grad} >= {
+        log.rank for log in evidence.ranks
+    }
+    if run.has_finished or not broadcasts or not have_trained:
         return
     for log in evidence.ranks:
-        for one_pass in log.evaluation_passes:
-            first = one_pass.evaluated_calls[0]
+        for first in (call for rank, call in made if rank == log.rank and not call.grad):
             ranks_there = {rank for rank, call in made if call.at == first.at}
             later = [event for event in log.select(Backward) if event.n > first.n]
             if ranks_there == {log.rank} and len(later) <= 1:  # in which it may wait
                 yield evidence.finding(
                     "collective-order.buffers",
                     first.at,
-                    f"rank {log.rank} alone calls the wrapped model, and its wrapper broadcasts "
-                    "the buffers of batch norm",
+                    f"rank {log.rank} alone calls the wrapped model, whose wrapper broadcasts "
+                    "its buffers",
                     log.rank,
                 )
                 return

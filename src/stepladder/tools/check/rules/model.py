@@ -19,6 +19,7 @@ from stepladder.tools.check.events import (
     OptimizerStep,
     OtherGroup,
     Print,
+    ScheduleStep,
     ScriptCollective,
     Sharding,
     StateDictLoad,
@@ -193,6 +194,10 @@ def replicas_differ(evidence: RunEvidence) -> Findings:
     diverged = diverged_steps(before)
     if diverged and is_averaged_later(before, diverged[0]):
         return
+    rates = list(different_rates(evidence))
+    if rates:
+        yield from rates
+        return
     yield from diverged_buffers(evidence, after)
     if not diverged:
         yield from evaluated_models_differ(evidence)
@@ -227,7 +232,7 @@ def find_divergence(
             )
             text += " between rank 0 and rank 1 after it"
             return evidence.finding("sync-skipped", backward.at, text)
-        cause = describe_cause(before.get(key), after[key], name)
+        cause = describe_cause(before.get(key), name)
         text = f"{name} differs between rank 0 and rank 1 after step {key[1]}{cause}"
         return evidence.finding("replicas-differ", first.at, text)
     if name := first_difference(first.state, second.state):
@@ -248,15 +253,25 @@ def unsynced_backward(log: RankLog, step: OptimizerStep) -> Backward | None:
     return None
 
 
-def describe_cause(
-    before: tuple[BeforeStep, BeforeStep] | None,
-    after: tuple[OptimizerStep, OptimizerStep],
-    name: str,
-) -> str:
-    """Return why a weight differs after a step; empty where neither rate nor gradient differs."""
-    rates = [step.lr for step in after]
-    if rates[0] != rates[1]:
-        return f"; the learning rate is {rates[0][0]:.4g} and {rates[1][0]:.4g}"
+def different_rates(evidence: RunEvidence) -> Findings:
+    """Find the first step that two ranks make with different learning rates."""
+    logs = evidence.first_ranks
+    for first, second in align(log.select(OptimizerStep) for log in logs):
+        is_same_step = (first.optimizer, first.step) == (second.optimizer, second.step)
+        if is_same_step and first.lr != second.lr:
+            schedules = [event for event in logs[0].select(ScheduleStep) if event.n < first.n]
+            rates = zip(first.lr, second.lr, strict=False)
+            rate, other = next(pair for pair in rates if pair[0] != pair[1])
+            yield evidence.finding(
+                "replicas-differ.rates",
+                schedules[-1].at if schedules else first.at,
+                f"rank 0 makes step {first.step} with {rate:.4g}, rank 1 with {other:.4g}",
+            )
+            return
+
+
+def describe_cause(before: tuple[BeforeStep, BeforeStep] | None, name: str) -> str:
+    """Return why a weight differs after a step; empty where its gradient does not."""
     if before and before[0].grads.get(name) != before[1].grads.get(name):
         norms = " and ".join(f"{step.norm:.4g}" for step in before)
         return f"; its gradient differs (norms of all {norms})"
