@@ -219,6 +219,12 @@ class FileWrite(ProbeEvent, kind="wrote"):
     locked: bool = False
 
 
+class FileAppend(ProbeEvent, kind="append"):
+    """The script opens a file of its folder to write after what it holds."""
+
+    path: str
+
+
 class FileRemoval(ProbeEvent, kind="removed"):
     """The script has removed a file or a folder in its folder."""
 

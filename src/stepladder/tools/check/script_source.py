@@ -216,7 +216,7 @@ def read_source(script: Path, folder: Path) -> ScriptSource:
             if path == script:
                 raise
             continue
-        paths += imported_paths(files[path].tree, path.parent)
+        paths += imported_paths(files[path].tree, path.parent, script.parent)
     return ScriptSource(tuple(files.values()))
 
 
@@ -234,13 +234,18 @@ def imported_modules(tree: ast.Module) -> Iterator[str]:
             yield from (f"{module}.{alias.name}" for alias in node.names)
 
 
-def imported_paths(tree: ast.Module, folder: Path) -> list[Path]:
-    """Return the files in a folder that a file of it imports.
+def imported_paths(tree: ast.Module, folder: Path, script_folder: Path) -> list[Path]:
+    """Return the files that a file in a folder imports, from there and from that of the script.
 
     A link to a file is in the folder, as in a copy of it; what a link to a folder holds is not.
     """
-    names = filter(None, (name.strip(".") for name in imported_modules(tree)))
-    targets = [folder / re.sub(r"\.+", "/", name) for name in names]
+    targets: list[Path] = []
+    for name in imported_modules(tree):
+        parts = name.strip(".").split(".")
+        dots = len(name) - len(name.lstrip("."))
+        beginnings = [Path(*parts[:count]) for count in range(1, len(parts) + 1)]
+        folders = [folder, script_folder] if not dots else [[folder, *folder.parents][dots - 1]]
+        targets += [base / beginning for base in folders for beginning in beginnings if name]
     paths = [target.with_name(f"{target.name}.py") for target in targets]
     paths += [target / "__init__.py" for target in targets]
     return [path.parent.resolve() / path.name for path in paths if path.is_file()]

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from stepladder.tools.check.events import (
     Backward,
     CarriedState,
+    FileAppend,
     FileMove,
     FileRemoval,
     FileWrite,
@@ -107,7 +108,8 @@ class ScriptFacts:
         passes: dict[tuple[Location, bool], list[LoaderPass]] = {}
         strange = set[Location]()
         for one_pass in self.log.passes:
-            if one_pass.loader_line:
+            # What is read for no model, as for a mean of all, is read by each process.
+            if one_pass.loader_line and (one_pass.is_training or not one_pass.calls_no_model):
                 built = self.location(one_pass.loader_line)
                 trains = one_pass.start.loader in trained
                 passes.setdefault((built, trains), []).append(one_pass)
@@ -231,7 +233,7 @@ class ScriptFacts:
 
     @cached_property
     def writes(self) -> list[Location]:
-        return self.locations(FileWrite, FileMove, FileRemoval)
+        return self.locations(FileWrite, FileAppend, FileMove, FileRemoval)
 
     @cached_property
     def folders(self) -> list[Location]:

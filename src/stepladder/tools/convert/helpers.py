@@ -119,6 +119,16 @@ def sum_over_processes(value):
     parts = [None] * dist.get_world_size()
     dist.all_gather_object(parts, value)
     return sum(parts[1:], parts[0])''',
+    "join_over_processes": '''\
+def join_over_processes(value):
+    """Return the rows of all processes, in the order of processes; None where none has any."""
+    parts = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, value.cpu() if torch.is_tensor(value) else value)
+    parts = [part for part in parts if part is not None]
+    if not parts:
+        return None
+    join = torch.cat if torch.is_tensor(parts[0]) else sys.modules["numpy"].concatenate
+    return join(parts)''',
     "mean_over_processes": '''\
 def mean_over_processes(value):
     """Return the mean of a number over all processes."""
@@ -200,6 +210,8 @@ def save_without_barrier(obj, f, **kwargs):
 class Nothing:
     """Stands for what process 0 alone writes with: all that is done with it does nothing."""
 
+    level = sys.maxsize  # of a handler of logging
+
     def __getattr__(self, name):
         return self
 
@@ -209,7 +221,7 @@ class Nothing:
     def __call__(self, *args, **kwargs):
         return self''',
     "save_snapshot": '''\
-def save_snapshot(path, parts, **values):
+def save_snapshot(path, parts, /, **values):
     """Save all that the training goes on with: parts, values, and random numbers."""
     generators = [None] * dist.get_world_size()
     dist.all_gather_object(generators, torch.get_rng_state())

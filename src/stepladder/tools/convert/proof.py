@@ -10,7 +10,15 @@ from typing import NamedTuple
 
 from stepladder.core.numbers import format_count
 from stepladder.launcher.local.outcome import signal_name
-from stepladder.tools.check.events import Backward, BeforeStep, FileWrite, Print, Save, WrittenText
+from stepladder.tools.check.events import (
+    Backward,
+    BeforeStep,
+    FileAppend,
+    FileWrite,
+    Print,
+    Save,
+    WrittenText,
+)
 from stepladder.tools.check.recording import RankLog, Recording
 from stepladder.tools.check.relations import gradients, shown
 from stepladder.tools.check.relations.frozen_runs import FrozenRuns, Violation
@@ -134,7 +142,9 @@ def compare_run(
     if "shown-numbers" in relations:
         _compare_numbers(proof, runs, where, one)
     if "files" in relations:
-        writers = [log.rank for log in runs.compared.ranks if log.select(Save, FileWrite)]
+        writers = [
+            log.rank for log in runs.compared.ranks if log.select(Save, FileWrite, FileAppend)
+        ]
         if len(writers) > 1:
             proof.broken.append(f"files {where}: ranks {', '.join(map(str, writers))} write")
         elif writers:
@@ -164,6 +174,9 @@ def _compare_losses(runs: FrozenRuns) -> Violation | None:
     reference, shuffled, *others = [_losses_of(log) for log in logs]
     if not all(series.values for series in (reference, shuffled, *others)):
         return None
+    if not math.isfinite(reference.mean):
+        text = f"is {reference.mean} in a step of one process, too: nothing can be compared"
+        return Violation("gradients", None, math.inf, text)
     number = shown.ComparedNumber((None, None, 0), reference, shuffled, dict(enumerate(others)))
     return shown.compare(number)
 
@@ -312,7 +325,7 @@ def _with_original_lines(
         for event in _events_but_files(log):
             if isinstance(event, Print):
                 event = replace(event, at=named(facts, original(event.at)), caller=None)
-            elif isinstance(event, BeforeStep | Save | FileWrite):
+            elif isinstance(event, BeforeStep | Save | FileWrite | FileAppend):
                 event = replace(event, at=original(event.at))
             events.append(event)
         return replace(log, events=events, worker_events=log.worker_events)

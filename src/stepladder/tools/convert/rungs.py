@@ -24,6 +24,7 @@ from stepladder.tools.convert.source import CannotConvert, Edit, Scope, SourceTe
 from stepladder.tools.findings.finding import Location
 
 LOGGING_METHODS = ("debug", "info", "warning", "error", "critical")
+CONCATENATIONS = ("cat", "concat", "concatenate", "append", "hstack", "vstack")
 BATCH_SIZE = "batch_size"
 RANK_0 = "dist.get_rank() == 0"
 # What a wrapped model answers as the model does.
@@ -168,9 +169,18 @@ def _find_training(conversion: Conversion) -> tuple[SourceText, ast.stmt, ast.st
     built = (loader.built for loader in conversion.facts.loaders)
     tops = {conversion.top_statement(item) for item in built if item.file == file.name} - {last}
     lines = [item.lineno for item in tops if not isinstance(item, DEFINITIONS)]
+    lines += lines_that_name_loaders(conversion, file)
     if begin is last or lines:
         begin, end = _first_call(file, min([last.lineno, *lines])), file.tree.body[-1]
     return file, begin, end
+
+
+def lines_that_name_loaders(conversion: Conversion, file: SourceText) -> list[int]:
+    """Return the lines of a module that get a loader from elsewhere, outside of functions."""
+    uses = chain.from_iterable(uses for loader in conversion.facts.loaders for uses in loader.uses)
+    names = {use.name for use in uses if use.location.file == file.name}
+    assigned = (item for item in file.tree.body if isinstance(item, ast.Assign))
+    return [item.lineno for item in assigned if names.intersection(stored_names(item))]
 
 
 def join_processes(conversion: Conversion) -> Edits:
@@ -448,7 +458,12 @@ def _add_sums(conversion: Conversion, of_training: bool) -> Edits:
         following = _statements_after(file, loop)
         known = {node.id for item in following for node in file.nodes(ast.Name, item)}
         used = [name for name in _accumulators(file, loop) if name in known]
-        sums = "\n".join(f"{name} = sum_over_processes({name})" for name in used)
+        sums = "\n".join(
+            [
+                *(f"{name} = sum_over_processes({name})" for name in used),
+                *(f"{name} = join_over_processes({name})" for name in _joined(file, loop) & known),
+            ]
+        )
         if sums:
             yield file.insert_after(loop, sums)
         inside = set(ast.walk(loop))
@@ -520,6 +535,20 @@ def _accumulators(file: SourceText, loop: ast.For) -> list[str]:
     targets = [target for node in file.nodes(ast.Assign, loop) for target in node.targets]
     begin_anew = assigned_before(file, loop).difference(map(file.text_of, targets))
     return [name for name in dict.fromkeys(added_to(loop)) if name in begin_anew]
+
+
+def _joined(file: SourceText, loop: ast.For) -> set[str]:
+    """Return the variables that a loop makes longer: `x = torch.cat((x, y))`."""
+    names = {
+        target.id
+        for item in file.nodes(ast.Assign, loop)
+        for target in item.targets
+        if isinstance(target, ast.Name)
+        for call in file.nodes(ast.Call, item.value)
+        if last_name(call.func) in CONCATENATIONS and call.args
+        if target.id in map(file.text_of, getattr(call.args[0], "elts", []))
+    }
+    return names & assigned_before(file, loop)
 
 
 def added_to(loop: ast.For) -> Iterator[str]:

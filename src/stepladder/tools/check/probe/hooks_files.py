@@ -8,7 +8,14 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from stepladder.tools.check.events import FileMove, FileRemoval, FileWrite, FolderMade, PathSearch
+from stepladder.tools.check.events import (
+    FileAppend,
+    FileMove,
+    FileRemoval,
+    FileWrite,
+    FolderMade,
+    PathSearch,
+)
 from stepladder.tools.check.probe import pause
 from stepladder.tools.check.probe.patching import WrappedCall, record_calls, record_user_calls, wrap
 from stepladder.tools.check.probe.probe_log import current_log
@@ -19,7 +26,8 @@ LOCK_EVENTS = ("fcntl.flock", "fcntl.lockf")
 START_ATTRIBUTE = "_stepladder_start"  # of a thread
 
 
-changes: set[FileWrite | FileRemoval | FolderMade] = set()
+FileChange = FileWrite | FileAppend | FileRemoval | FolderMade
+changes: set[FileChange] = set()
 searches: set[tuple[str, CodeLine | None]] = set()
 
 
@@ -79,8 +87,10 @@ def audit(event: str, args: tuple[Any, ...]) -> None:
         record_change(FileRemoval(path=path_in_copy(os.fsdecode(args[0]))))
     if event == "os.mkdir" and isinstance(args[0], str | bytes | Path):
         record_change(FolderMade(path=path_in_copy(os.fsdecode(args[0]))))
-    if event == "open" and isinstance(args[0], str | bytes) and "w" in str(args[1]):
-        record_change(FileWrite(path=path_in_copy(os.fsdecode(args[0]))))
+    if event == "open" and isinstance(args[0], str | bytes):
+        for mode, kind in (("w", FileWrite), ("x", FileWrite), ("a", FileAppend)):
+            if mode in str(args[1]):
+                record_change(kind(path=path_in_copy(os.fsdecode(args[0]))))
 
 
 def remember_start(call: WrappedCall) -> Any:
@@ -89,7 +99,7 @@ def remember_start(call: WrappedCall) -> Any:
     return call.run()
 
 
-def record_change(event: FileWrite | FileRemoval | FolderMade) -> None:
+def record_change(event: FileChange) -> None:
     """Record a change of the script's folder, once, where the script or its libraries make it.
 
     A thread of a library, such as that of a SummaryWriter, writes for the line that started it.

@@ -21,7 +21,11 @@ from stepladder.tools.check.relations.frozen_runs import FrozenRuns, Violation
 from stepladder.tools.check.relations.samples_read import are_of_one_data_set
 from stepladder.tools.probe.events import CodeLine
 
-SHOWN_NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?%?(?![\w])")
+# Parts of a time of day are none.
+SHOWN_NUMBER = re.compile(
+    r"(?<![\w.])(?!\d\d:\d\d(?![\d.]))(?!(?<=\d:)\d\d(?![\d.]))"
+    r"[-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?%?(?![\w])"
+)
 NOISE_FACTOR = 5.0
 STANDARD_ERRORS = 5.0
 MIN_RELATIVE_DIFFERENCE = 1e-3
@@ -47,6 +51,8 @@ class Series:
 
     @property
     def standard_error(self) -> float:
+        if not math.isfinite(self.mean):
+            return math.nan
         return pstdev(self.values) / math.sqrt(len(self.values))
 
 
