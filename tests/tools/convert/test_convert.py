@@ -14,10 +14,10 @@ import torch
 from processes import run
 from stepladder.cli.convert import write_files
 from stepladder.tools.convert import convert as converting
+from stepladder.tools.convert.conversion import Conversion, Edits
 from stepladder.tools.convert.convert import ConversionRequest, Conversions, Converter, convert
 from stepladder.tools.convert.ladder import RUNGS, Rung, compose
 from stepladder.tools.convert.proof import RungProof
-from stepladder.tools.convert.rungs import Conversion, Edits
 from stepladder.tools.convert.source import Edit, EditedText
 
 EXAMPLE = Path(__file__).parents[3] / "docs" / "examples" / "one_process.py"

@@ -15,10 +15,11 @@ import torch
 
 from stepladder.tools.check.events import Print
 from stepladder.tools.check.recording import RankLog, Recording
+from stepladder.tools.convert.conversion import Conversion
 from stepladder.tools.convert.facts import ScriptFacts
 from stepladder.tools.convert.helpers import HELPERS
 from stepladder.tools.convert.ladder import compose
-from stepladder.tools.convert.rungs import Conversion, find_lines_not_judged
+from stepladder.tools.convert.rungs import find_lines_not_judged
 from stepladder.tools.convert.rungs_files import write_once
 from stepladder.tools.convert.shortening import FIRST_STEPS, shorten_epochs
 from stepladder.tools.convert.shown_expressions import (

@@ -18,6 +18,7 @@ from stepladder.tools.check.events import LoadedLibraries
 from stepladder.tools.check.fork_servers import ForkServers
 from stepladder.tools.check.launch_style import LaunchStyle, find_modules_elsewhere, find_styles
 from stepladder.tools.check.script_source import read_source
+from stepladder.tools.convert.conversion import Conversion
 from stepladder.tools.convert.facts import ScriptFacts
 from stepladder.tools.convert.ladder import RUNGS, Rung, compose
 from stepladder.tools.convert.proof import (
@@ -28,7 +29,7 @@ from stepladder.tools.convert.proof import (
     starts_of_original,
     why_failed,
 )
-from stepladder.tools.convert.rungs import Conversion, is_of_evaluation
+from stepladder.tools.convert.rungs import is_of_evaluation
 from stepladder.tools.convert.rungs_files import describe_not_judged, write_once
 from stepladder.tools.convert.shortening import shorten_epochs
 from stepladder.tools.convert.shown_expressions import (

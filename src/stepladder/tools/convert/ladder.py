@@ -10,8 +10,8 @@ from functools import partial
 
 from stepladder.tools.check.script_source import stored_names
 from stepladder.tools.convert import rungs, rungs_files, rungs_snapshot
+from stepladder.tools.convert.conversion import Conversion, Edits
 from stepladder.tools.convert.helpers import HELPERS, IMPORTS
-from stepladder.tools.convert.rungs import Conversion, Edits
 from stepladder.tools.convert.source import Edit, EditedText, SourceText
 
 

@@ -6,13 +6,8 @@ import ast
 from itertools import chain
 
 from stepladder.tools.check.script_source import last_name, locations_of
-from stepladder.tools.convert.rungs import (
-    RANK_0,
-    Conversion,
-    Edits,
-    calls_of,
-    find_lines_not_judged,
-)
+from stepladder.tools.convert.conversion import Conversion, Edits
+from stepladder.tools.convert.rungs import RANK_0, calls_of, find_lines_not_judged
 from stepladder.tools.convert.source import Edit, SourceText
 from stepladder.tools.findings.finding import Location
 

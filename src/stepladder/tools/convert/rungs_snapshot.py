@@ -8,9 +8,8 @@ from pathlib import Path
 
 from stepladder.tools.check.events import NamesInUse
 from stepladder.tools.check.script_source import dotted_name, find_nodes, stored_names
+from stepladder.tools.convert.conversion import Conversion, Edits
 from stepladder.tools.convert.rungs import (
-    Conversion,
-    Edits,
     added_to,
     assigned_before,
     find_epoch_loops,

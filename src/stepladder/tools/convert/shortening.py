@@ -5,12 +5,8 @@ from __future__ import annotations
 import ast
 
 from stepladder.tools.check.script_source import parameters_of, stored_names
-from stepladder.tools.convert.rungs import (
-    Conversion,
-    Edits,
-    find_epoch_loops,
-    find_lines_not_judged,
-)
+from stepladder.tools.convert.conversion import Conversion, Edits
+from stepladder.tools.convert.rungs import find_epoch_loops, find_lines_not_judged
 from stepladder.tools.convert.source import SourceText
 
 FIRST_STEPS = 4  # enough for a mean, and few where the script evaluates in these steps

@@ -15,10 +15,10 @@ from stepladder.core.numbers import format_count
 from stepladder.tools.check.events import Backward, Print
 from stepladder.tools.check.isolation.sandbox import Sandbox, SandboxFolders
 from stepladder.tools.check.relations.frozen_runs import FrozenRuns
+from stepladder.tools.convert.conversion import Conversion
 from stepladder.tools.convert.job import IMPORT_OF_JOB, JobWriter
 from stepladder.tools.convert.ladder import Rung, last_import
 from stepladder.tools.convert.proof import RungProof, compare_run, why_failed
-from stepladder.tools.convert.rungs import Conversion
 from stepladder.tools.convert.source import CannotConvert, Edit
 from stepladder.tools.convert.starts import ScriptStarter, Start, Started, write_texts
 
