@@ -145,6 +145,7 @@ class PassStart(ProbeEvent, kind="pass"):
     way: str = ""  # the functions and lines that lead to the loop
     built: CodeLine | None = None  # the line that made the loader
     built_before: int = 0  # how many loaders the line had made before
+    built_from: Sequence[CodeLine] = ()  # the lines that led there, from the innermost outwards
     sampler_built: CodeLine | None = None  # the line that made the sampler
     loader: int = 0  # the id of the loader
     loader_class: str = ""  # the class of the loader

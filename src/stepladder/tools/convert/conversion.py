@@ -66,6 +66,21 @@ class Conversion:
                 statement = item
         return statement
 
+    def statement_for(self, location: Location, name: str) -> ast.stmt:
+        """Return the statement of a line, or the `if` around it that does not make a variable.
+
+        What depends on a choice of the optimizer would not be done for another one.
+        """
+        file, statement = self.file(location), self.statement(location)
+        for item in file.parents_of(statement):
+            if not isinstance(item, ast.If) or "__name__" in ast.dump(item.test):
+                break
+            stored = [target for node in file.nodes(ast.Assign, item) for target in node.targets]
+            if name in map(file.text_of, stored):
+                break
+            statement = item
+        return statement
+
     @cached_property
     def wrappings(self) -> dict[int, tuple[Location, list[str]]]:
         """Where each trained model is wrapped, which is where its optimizer is made: its names.
@@ -112,7 +127,7 @@ class Conversion:
         names = []
         for location, wrapped in self.wrappings.values():
             file, scope = self.file(location), self.scope(location)
-            begin = self.statement(location).lineno
+            begin = self.statement_for(location, wrapped[0]).lineno
             later = [item for item in file.nodes(ast.Assign, scope) if item.lineno > begin]
             for name in wrapped:
                 ends = [item.lineno for item in later if name in map(file.text_of, item.targets)]

@@ -46,6 +46,7 @@ class LoaderFacts:
         built: The line.
         passes: The passes.
         uses: The functions that use the loaders.
+        built_from: The lines that led there.
         others: Those of the same line that are used otherwise: some train, and others do not.
         is_told_by_order: Whether its loaders shuffle if they train, and only then.
     """
@@ -53,6 +54,7 @@ class LoaderFacts:
     built: Location
     passes: list[LoaderPass]
     uses: list[tuple[Use, ...]]
+    built_from: set[Location]
     others: list[LoaderPass]
     is_told_by_order: bool = True
 
@@ -119,6 +121,7 @@ class ScriptFacts:
                 built,
                 of,
                 list(self.uses_of_passes(of)),
+                {self.location(CodeLine(*line)) for p in of for line in p.start.built_from},
                 passes.get((built, not trains), []),
                 is_told_by_order=built not in strange,
             )

@@ -59,21 +59,12 @@ def _find_training(conversion: Conversion) -> tuple[SourceText, ast.stmt, ast.st
         raise CannotConvert(f"the training does not begin in {file.name}")
     last = conversion.top_statement(outermost)
     begin, end = _ends_of(last)
-    built = (loader.built for loader in conversion.facts.loaders)
+    built = {item for loader in conversion.facts.loaders for item in loader.built_from}
     tops = {conversion.top_statement(item) for item in built if item.file == file.name} - {last}
     lines = [item.lineno for item in tops if not isinstance(item, DEFINITIONS)]
-    lines += lines_that_name_loaders(conversion, file)
     if begin is last or lines:
         begin, end = _first_call(file, min([last.lineno, *lines])), file.tree.body[-1]
     return file, begin, end
-
-
-def lines_that_name_loaders(conversion: Conversion, file: SourceText) -> list[int]:
-    """Return the lines of a module that get a loader from elsewhere, outside of functions."""
-    uses = chain.from_iterable(uses for loader in conversion.facts.loaders for uses in loader.uses)
-    names = {use.name for use in uses if use.location.file == file.name}
-    assigned = (item for item in file.tree.body if isinstance(item, ast.Assign))
-    return [item.lineno for item in assigned if names.intersection(stored_names(item))]
 
 
 def join_processes(conversion: Conversion) -> Edits:
@@ -95,7 +86,7 @@ def _wrap_loaders(
         call, is_mixed = _find_call_of(conversion, loader)
         file = conversion.file(loader.built)
         if divides:
-            yield from _divide_size(conversion, file, call)
+            yield from _divide_size(conversion, file, call, loader)
         before = f"{helper}("
         if is_mixed and loader.is_told_by_order:
             before = "share_shuffled(" if of_training else "share_ordered("
@@ -104,14 +95,21 @@ def _wrap_loaders(
         yield from file.wrap(call, before)
 
 
-def _divide_size(conversion: Conversion, file: SourceText, call: ast.Call) -> Edits:
+def _divide_size(
+    conversion: Conversion, file: SourceText, call: ast.Call, loader: LoaderFacts
+) -> Edits:
     """Divide the batch size of a loader once it is made, where it is no parameter of a function."""
     size = _size_of(file, call, ["dataset", BATCH_SIZE], BATCH_SIZE)
     while size and isinstance(function := file.scope_of(call), ast.FunctionDef):
         name = file.text_of(size)
         parameters = parameters_of(function)
+        parent = file.parents[function]
+        called = parent.name if isinstance(parent, ast.ClassDef) else function.name
         callers = [
-            item for item in conversion.all_calls() if last_name(item[1].func) == function.name
+            item
+            for item in conversion.all_calls()
+            if last_name(item[1].func) in (called, function.name)
+            and locations_of(*item) & loader.built_from
         ]
         if name not in parameters or not callers:
             break
@@ -254,7 +252,7 @@ def wrap_models(conversion: Conversion, arguments: str = "") -> Edits:
         text = f"{' = '.join(names)} = DistributedDataParallel({name}{arguments})"
         if model in facts.models_with_batch_norm:
             text = f"{name} = torch.nn.SyncBatchNorm.convert_sync_batchnorm({name})\n{text}"
-        file, statement = conversion.file(location), conversion.statement(location)
+        file, statement = conversion.file(location), conversion.statement_for(location, name)
         yield file.insert_before(statement, text)
     yield from _draw_own_numbers(conversion, file, statement)
     yield from _name_inner_models(conversion)
@@ -280,7 +278,7 @@ def average_by_hooks(conversion: Conversion) -> Edits:
         raise CannotConvert("the trained models have no name where their optimizer is made")
     for model in places.keys() - inner:
         location, name = places[model]
-        file, statement = conversion.file(location), conversion.statement(location)
+        file, statement = conversion.file(location), conversion.statement_for(location, name)
         text = f"average_gradients({name})"
         if facts.models_with_batch_norm:
             text = f"torch.nn.SyncBatchNorm.convert_sync_batchnorm({name})\n{text}"

@@ -50,6 +50,7 @@ FILE_CLASSES = ("ZipFile", "TarFile", "Connection", "Environment")
 # Attributes that the probe gives to objects of torch.
 LINE_ATTRIBUTE = "_stepladder_line"  # of a loader or a sampler: the line that made it
 COUNT_ATTRIBUTE = "_stepladder_count"  # of a loader: how many that line had made before
+WAY_ATTRIBUTE = "_stepladder_way"  # of a loader: the lines that led there
 # Of a loader that is read ahead: what writes the events of later batches.
 AHEAD_ATTRIBUTE = "_stepladder_ahead"
 PASS_ATTRIBUTE = "_stepladder_pass"  # of an iterator: its PassState
@@ -155,6 +156,7 @@ def remember_line(call: WrappedCall) -> Any:
             loader_lines[data] = line
             vars(loader)[COUNT_ATTRIBUTE] = loader_counts[line]
             loader_counts[line] += 1
+            vars(loader)[WAY_ATTRIBUTE] = list(map(log.line_of, log.user_frames()))
         line = loader_lines.get(data, line)
         if log.settings.batches:
             shorten(loader, log.settings.batches)
@@ -239,6 +241,7 @@ def describe_loader(loader: Any) -> Fields:
     return {
         "built": getattr(loader, LINE_ATTRIBUTE, None),
         "built_before": getattr(loader, COUNT_ATTRIBUTE, 0),
+        "built_from": getattr(loader, WAY_ATTRIBUTE, ()),
         "sampler_built": getattr(sampler, LINE_ATTRIBUTE, None),
         "loader": id(loader),
         "loader_class": type(loader).__name__,
