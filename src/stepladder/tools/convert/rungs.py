@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ast
+from collections import defaultdict
 from collections.abc import Iterator
 from itertools import chain, islice
 
-from stepladder.tools.check.relations.shown import read_series
+from stepladder.tools.check.relations.shown import Series, read_series
 from stepladder.tools.check.run_summary import DEFINITIONS
 from stepladder.tools.check.script_source import (
     argument_of,
@@ -24,6 +25,7 @@ from stepladder.tools.findings.finding import Location
 LOGGING_METHODS = ("debug", "info", "warning", "error", "critical")
 CONCATENATIONS = ("cat", "concat", "concatenate", "append", "hstack", "vstack")
 BATCH_SIZE = "batch_size"
+MIN_SHOWN = 3
 RANK_0 = "dist.get_rank() == 0"
 # What a wrapped model answers as the model does.
 KEPT_BY_WRAPPER = {
@@ -506,18 +508,28 @@ def calls_of(conversion: Conversion, name: str) -> Iterator[tuple[SourceText, as
 
 
 def find_lines_not_judged(conversion: Conversion) -> Iterator[tuple[SourceText, ast.Call]]:
-    """Yield the calls that print values, and that no run came to, or that showed a 0 each time."""
+    """Yield the calls that print values, and that no run came to, or that showed a 0 each time.
+
+    One that prints now and then must have shown some: shares may be equal by chance.
+    """
     facts = conversion.facts
-    judged = set(facts.shown_lines)
-    for (line, *_), series in read_series(facts.log).items():
-        if line and not any(series.values):
-            judged.discard(facts.location(line))
+    series_of: defaultdict[Location, list[Series]] = defaultdict(list)
+    for (line, caller, _), series in read_series(facts.log).items():
+        for at in filter(None, (line, caller)):
+            series_of[facts.location(at)].append(series)
+    counts = dict.fromkeys(facts.shown_lines, MIN_SHOWN)  # without numbers
+    for location, shown in series_of.items():
+        counts[location] = max(len(series.values) * any(series.values) for series in shown)
     for file, call in conversion.all_calls():
         shows = isinstance(call.func, ast.Attribute) and call.func.attr in LOGGING_METHODS
         if not shows and file.qualified_name(call.func) not in ("print", "sys.stdout.write"):
             continue
         is_fixed = all(isinstance(argument, ast.Constant) for argument in call.args)
-        if not is_fixed and not judged & locations_of(file, call):
+        tests = [ast.dump(item.test) for item in file.parents_of(call) if isinstance(item, ast.If)]
+        is_of_main = file.name == conversion.main or not any("__name__" in test for test in tests)
+        needed = MIN_SHOWN if any("Mod()" in test for test in tests) else 1
+        count = max(counts.get(location, 0) for location in locations_of(file, call))
+        if not is_fixed and is_of_main and count < needed:
             yield file, call
 
 

@@ -71,7 +71,7 @@ def describe_not_judged(conversion: Conversion, letter: str) -> list[str]:
     """Return a line for each place that the proof of a rung cannot judge."""
     if letter == "e":
         return [
-            f"{file.name}:{call.lineno} prints what no run has shown, or a 0 each time"
+            f"{file.name}:{call.lineno} prints what runs have shown seldom or never, or as 0"
             for file, call in find_lines_not_judged(conversion)
         ]
     if letter == "f":
