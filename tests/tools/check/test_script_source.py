@@ -59,3 +59,26 @@ def test_words_in_a_source_change_no_finding_of_a_rule_that_reads_it(
 def test_words_in_a_source_change_no_finding_of_a_rule_that_reads_a_recording(name: str) -> None:
     rule, *ranks = CASES[name]
     assert rules_of(*ranks, text=with_words("")) == [rule]
+
+
+def test_modules_are_found_beside_the_script_by_what_files_of_packages_import(
+    tmp_path: Path,
+) -> None:
+    texts = {
+        "train.py": "from models.net import Net\n",
+        "models/__init__.py": "",
+        "models/net.py": "from .parts import blocks\nimport layers.linear\n",
+        "models/parts/__init__.py": "",
+        "models/parts/blocks.py": "from ..tools import size\n",
+        "models/tools.py": "",
+        "layers/__init__.py": "",
+        "layers/linear.py": "import data\n",
+        "data.py": "",
+        "layers/data.py": "",
+        "tools.py": "raise SystemExit  # another one\n",
+    }
+    for name, text in texts.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    source = read_source(tmp_path / "train.py", tmp_path)
+    assert {file.name for file in source.files} == texts.keys() - {"tools.py"}

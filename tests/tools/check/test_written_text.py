@@ -110,3 +110,16 @@ def test_a_file_of_many_lines_is_data_after_some(
             file.write(f"{n}\n")
     assert len(written) == 3
     assert len((tmp_path / "log").read_text().splitlines()) == 10
+
+
+@pytest.mark.parametrize(
+    ("text", "numbers"),
+    [
+        ("Mon Nov 30 11:05:37 2026: loss 0.5", ["30", "2026", "0.5"]),
+        ("[11:05] 3/10", ["3", "10"]),
+        ("epoch 12:0.52", ["12", "0.52"]),
+        ("1:0.5 lr:1e-3", ["1", "0.5", "1e-3"]),
+    ],
+)
+def test_a_time_of_day_is_no_number(text: str, numbers: list[str]) -> None:
+    assert SHOWN_NUMBER.findall(text) == numbers

@@ -362,7 +362,7 @@ def test_files_of_other_folders_are_never_written(
     (root / "linked.py").symlink_to(elsewhere / "linked.py")
     (root / "nets").symlink_to(elsewhere)
     (root / "train.py").write_text(f"import linked\nfrom nets import inside\n{ONE_LINE}")
-    result = convert_in(root, monkeypatch, "b")
+    result = convert_in(root, monkeypatch, "a")
     assert [rung.rung.letter for rung in result.rungs] == ["a"]
     assert set(result.sources) == {"train.py", "linked.py"}
     assert {path.read_text() for path in elsewhere.iterdir()} == {text}

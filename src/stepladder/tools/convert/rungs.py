@@ -507,7 +507,9 @@ def calls_of(conversion: Conversion, name: str) -> Iterator[tuple[SourceText, as
             yield file, call
 
 
-def find_lines_not_judged(conversion: Conversion) -> Iterator[tuple[SourceText, ast.Call]]:
+def find_lines_not_judged(
+    conversion: Conversion, min_shown: int = MIN_SHOWN
+) -> Iterator[tuple[SourceText, ast.Call]]:
     """Yield the calls that print values, and that no run came to, or that showed a 0 each time.
 
     One that prints now and then must have shown some: shares may be equal by chance.
@@ -517,7 +519,7 @@ def find_lines_not_judged(conversion: Conversion) -> Iterator[tuple[SourceText, 
     for (line, caller, _), series in read_series(facts.log).items():
         for at in filter(None, (line, caller)):
             series_of[facts.location(at)].append(series)
-    counts = dict.fromkeys(facts.shown_lines, MIN_SHOWN)  # without numbers
+    counts = dict.fromkeys(facts.shown_lines, min_shown)  # without numbers
     for location, shown in series_of.items():
         counts[location] = max(len(series.values) * any(series.values) for series in shown)
     for file, call in conversion.all_calls():
@@ -527,7 +529,7 @@ def find_lines_not_judged(conversion: Conversion) -> Iterator[tuple[SourceText, 
         is_fixed = all(isinstance(argument, ast.Constant) for argument in call.args)
         tests = [ast.dump(item.test) for item in file.parents_of(call) if isinstance(item, ast.If)]
         is_of_main = file.name == conversion.main or not any("__name__" in test for test in tests)
-        needed = MIN_SHOWN if any("Mod()" in test for test in tests) else 1
+        needed = min_shown if any("Mod()" in test for test in tests) else 1
         count = max(counts.get(location, 0) for location in locations_of(file, call))
         if not is_fixed and is_of_main and count < needed:
             yield file, call

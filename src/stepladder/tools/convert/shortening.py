@@ -9,6 +9,7 @@ from stepladder.tools.convert.conversion import Conversion, Edits
 from stepladder.tools.convert.rungs import find_epoch_loops, find_lines_not_judged
 from stepladder.tools.convert.source import SourceText
 
+SELDOM = 10  # numbers of a line, in a run of perhaps more epochs than those that follow
 FIRST_STEPS = 4  # enough for a mean, and few where the script evaluates in these steps
 
 
@@ -23,7 +24,7 @@ def shorten_epochs(conversion: Conversion, epochs: int) -> Edits:
         yield from file.wrap(loop.iter, before, f"][1], {epochs})")
     conditions = {
         (file, node.test): None
-        for file, call in find_lines_not_judged(conversion)
+        for file, call in find_lines_not_judged(conversion, SELDOM)
         for node in file.parents_of(call)
         if isinstance(node, ast.If)
     }
