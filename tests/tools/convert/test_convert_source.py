@@ -280,7 +280,7 @@ def test_what_prints_in_rare_steps_and_was_not_judged_prints_in_the_first_steps(
         "if (step + 1) % every == 0 and verbose:\n    print(loss)\n"
         "if step % 2 == 0:\n    print(step)\n"
     )
-    printed = [Print(at=CodeLine("train.py", 4), text="2")]
+    printed = [Print(at=CodeLine("train.py", 4), text="2")] * 10
     conversion = convert_printed(tmp_path / "train.py", printed)
     text = compose(conversion.files, [shorten_epochs(conversion, 2)])["train.py"].text
     assert text.splitlines()[::2] == [

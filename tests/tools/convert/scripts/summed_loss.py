@@ -9,9 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 inputs = torch.randn(1200, 8, generator=torch.Generator().manual_seed(5))
 targets = inputs.square().sum(1, keepdim=True)
 batch_size = 40
-loader = DataLoader(
-    TensorDataset(inputs[:1000], targets[:1000]), batch_size=batch_size, shuffle=True
-)
+loader = DataLoader(TensorDataset(inputs[:1000], targets[:1000]), batch_size=batch_size, shuffle=True)
 held_out = DataLoader(TensorDataset(inputs[1000:], targets[1000:]), 50)
 model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1))
 optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
@@ -25,10 +23,7 @@ for _ in range(4):
         loss.backward()
         optimizer.step()
         if step % 100 == 0:
-            print(
-                "%d of %d samples, loss %.4f"
-                % (step * len(x), len(loader.dataset), loss.item() / len(x))
-            )
+            print("%d of %d samples, loss %.4f" % (step * len(x), len(loader.dataset), loss.item() / len(x)))
     schedule.step()
     losses, batches = 0, len(held_out)
     with torch.no_grad():

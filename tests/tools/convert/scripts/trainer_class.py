@@ -21,9 +21,7 @@ class Waves(Dataset):
 class Regressor(torch.nn.Module):
     def __init__(self, width=32):
         super().__init__()
-        self.body = torch.nn.Sequential(
-            torch.nn.Linear(16, width), torch.nn.Tanh(), torch.nn.Linear(width, 1)
-        )
+        self.body = torch.nn.Sequential(torch.nn.Linear(16, width), torch.nn.Tanh(), torch.nn.Linear(width, 1))
 
     def forward(self, x):
         return self.body(x)
@@ -74,9 +72,7 @@ class Trainer:
             train_loss = self.train_epoch()
             val_loss = self.validate()
             self.history.append({"epoch": epoch, "train": train_loss, "val": val_loss})
-            print(
-                f"epoch {epoch} train {train_loss:.5f} val {val_loss:.5f} {time.time() - began:.6f} s"
-            )
+            print(f"epoch {epoch} train {train_loss:.5f} val {val_loss:.5f} {time.time() - began:.6f} s")
             self.log.write(f"{val_loss}\n")
             if val_loss < best:
                 best, patience = val_loss, 0
