@@ -42,12 +42,13 @@ Steps = dict[StepKey, S]
 Pairs = dict[StepKey, tuple[T, T]]  # of two ranks
 
 
-def steps_of(log: RankLog, kind: type[S]) -> Steps[S]:
-    """Return the optimizer steps of which all hashes were recorded.
+def steps_of(log: RankLog, kind: type[S], with_hashes: bool = True) -> Steps[S]:
+    """Return the optimizer steps of a rank in its group.
 
     Args:
         log: The events of one rank.
         kind: What was recorded, before each step or after it.
+        with_hashes: Whether those are left out of which no hashes were recorded.
     """
     group_made = max((event.n for event in log.select(GroupJoined)), default=0)
     optimizers: list[int] = []
@@ -56,7 +57,8 @@ def steps_of(log: RankLog, kind: type[S]) -> Steps[S]:
         if isinstance(event, BeforeStep | OptimizerStep) and event.n > group_made:
             if event.optimizer not in optimizers:
                 optimizers.append(event.optimizer)
-            if isinstance(event, kind) and (isinstance(event, BeforeStep) or event.after):
+            is_known = isinstance(event, BeforeStep) or event.after or not with_hashes
+            if isinstance(event, kind) and is_known:
                 steps[optimizers.index(event.optimizer), event.step] = event
     return steps
 
@@ -256,16 +258,18 @@ def unsynced_backward(log: RankLog, step: OptimizerStep) -> Backward | None:
 def different_rates(evidence: RunEvidence) -> Findings:
     """Find the first step that two ranks make with different learning rates."""
     logs = evidence.first_ranks
-    for first, second in align(log.select(OptimizerStep) for log in logs):
-        is_same_step = (first.optimizer, first.step) == (second.optimizer, second.step)
-        if is_same_step and first.lr != second.lr:
+    steps, others = [steps_of(log, OptimizerStep, with_hashes=False) for log in logs]
+    for key in (key for key in steps if key in others):
+        first, second = steps[key], others[key]
+        different = [pair for pair in zip(first.lr, second.lr, strict=False) if pair[0] != pair[1]]
+        if different:
             schedules = [event for event in logs[0].select(ScheduleStep) if event.n < first.n]
-            rates = zip(first.lr, second.lr, strict=False)
-            rate, other = next(pair for pair in rates if pair[0] != pair[1])
             yield evidence.finding(
                 "replicas-differ.rates",
                 schedules[-1].at if schedules else first.at,
-                f"rank 0 makes step {first.step} with {rate:.4g}, rank 1 with {other:.4g}",
+                "rank 0 makes step {} with {:.4g}, rank 1 with {:.4g}".format(
+                    key[1], *different[0]
+                ),
             )
             return
 
