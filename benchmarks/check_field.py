@@ -231,6 +231,19 @@ the number of ranks. Commits, commands and this list were sealed before any was 
 After it each rank gets its own `--rank` and `--world-size` where a script is started by hand; gradients of one rank that all use are named by the run as it is, as in a hand-made ring that cannot run on one process; runs that serve at one
 port are compared one by one; and a metric over all samples on each rank is no share. Both false warnings are gone. The table has none of these scripts."""
 
+TWELFTH_TRIAL = """\
+The twelfth trial: 14 scripts of 13 repositories before a public fix, none of which an earlier set has; 4 are whole, 3 nearly so, and 7 are reductions that keep the training loop's lines. The truth of 25 of the mistakes
+is the commit or the issue; the others are those of a reader who had not seen the code of the rules. All were written down before any run (2026-11-30, on two cores with a load of 8 to 14). The rules were frozen, and this is the first run:
+
+- 12 of 14 ran at the first start, two after repairs of what stood in for their libraries.
+- Of the public mistakes that depend on the number of ranks, and could show, 12 of 16 were named (75 %); with the reader's own 18 of 29 (62 %). Of the public ones of one process, too, 2 of 5.
+- Missed: a validation loss of one rank where one process cannot run; a sampler whose ranks have two samples; a learning rate that falls N times too slowly; a stream that nobody divides; clipping that hid a factor; rates of ranks that
+  differ, under the name of what follows from them; numbers in progress bars.
+- No false error or warning on the 14 scripts. On 4 clean scripts and 11 repaired ones 1 false error (a snapshot that an argument names) and 1 false warning (clipped gradients). Each finding of a public mistake was gone after its fix.
+
+After it frozen runs clip nothing; rates that differ between ranks are named; a sampler's epoch is recorded; a wrapper that broadcasts any buffer may not be called by one rank alone; a resume is compared from the snapshot that was
+opened; numbers in text files count as shown. Left: rates against one process, streams that are not read to their end, and scripts that one process cannot run. The table has none of these scripts."""
+
 LATER_TRIALS = {
     2: ("The second trial, after the repairs", SECOND_TRIAL),
     3: ("The third trial, after the repairs", THIRD_TRIAL),
@@ -500,7 +513,7 @@ def main() -> int:
     for number, (name, text) in LATER_TRIALS.items():
         of_trial = [script for script in scripts if script.entry.get("trial") == number]
         texts += [count_results(of_trial, name), text]
-    texts += [TENTH_TRIAL, ELEVENTH_TRIAL]
+    texts += [TENTH_TRIAL, ELEVENTH_TRIAL, TWELFTH_TRIAL]
     report.finish(texts, args.write)
     if args.write:
         issues = "\n".join(write_issue(script) for script in scripts if script.true_faults)
