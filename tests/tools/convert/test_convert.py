@@ -166,6 +166,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
+@pytest.mark.corpus
 def test_what_is_made_by_the_batch_size_is_of_the_share_and_functions_that_end_wrap_no_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -215,6 +216,7 @@ train(net, DataLoader(data, 8, shuffle=True), test_loader)
 
 
 @pytest.mark.slow
+@pytest.mark.corpus
 def test_a_model_is_wrapped_where_training_calls_it_and_what_needs_all_results_is_not_shared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -504,6 +506,7 @@ def test_a_stopped_script_goes_on_with_other_processes(
 
 
 @pytest.mark.slow
+@pytest.mark.corpus
 def test_a_best_model_stays_the_best_over_a_stop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -184,6 +184,7 @@ def test_a_script_of_one_module_becomes_a_job(
 
 @ranks
 @pytest.mark.slow
+@pytest.mark.corpus
 def test_a_class_that_trains_becomes_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "train.py").write_text(OF_A_CLASS)
     result = convert_in(tmp_path, monkeypatch, ())

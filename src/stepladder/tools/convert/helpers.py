@@ -155,10 +155,13 @@ def weigh_share(criterion, outputs, targets, shows_share=False, **options):
     weights = options.get("weight", getattr(criterion, "weight", None))
     ignored = options.get("ignore_index", getattr(criterion, "ignore_index", -100))
     kept = targets[targets != ignored]
-    weight = float(len(kept) if weights is None else weights[kept].sum())
-    if weight == 0:
+    weight = torch.ones_like(kept, dtype=loss.dtype) if weights is None else weights[kept]
+    weight = weight.sum()
+    total = weight.clone()
+    dist.all_reduce(total)
+    if not len(kept):
         loss = 0 * outputs.sum()
-    weighed = loss * weight * dist.get_world_size() / sum_over_processes(weight)
+    weighed = loss * weight * dist.get_world_size() / total
     return weighed + (loss - weighed).detach() if shows_share else weighed''',
     "inner_model": '''\
 def inner_model(model):
