@@ -53,7 +53,7 @@ evaluation shuffles both, and siamese-pytorch, since it draws its pairs by the t
 A fault that these repairs have found: a model that was wrapped under another name than the one that training calls averaged no gradients, and the proof did not see it. Each step must have the same gradients on all processes now.
 A loss over the pairs of a batch passed beside noise in the data, and a number that is summed in each batch of an evaluation could wait without end: both are seen.
 
-All rows are of the code of commit 2fe0899d, one script after the other, at times beside other work on the two cores."""
+All rows are of the code of commit 5511a198, two scripts at once on the two cores, so seconds are high."""
 THIRD_SET = """\
 A third set of ten scripts was sealed like the others (2026-11-30): cs230-stanford/cs230-code-examples, yjn870/SRCNN-pytorch, zamaex96/ML-LSTM, SUNGBEOMCHOI/pytorch-VAE-MNIST, 649453932/Chinese-Text-Classification-Pytorch,
 chenxijun1029/DeepFM_with_PyTorch, WZMIAOMIAO/deep-learning-for-image-processing, stante/dcgan-mnist, cosmic-cortex/pytorch-UNet, hawkeoni/Shakespeare_TinyLMs. First run on frozen code:
