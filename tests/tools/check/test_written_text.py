@@ -91,6 +91,24 @@ def test_a_recorded_file_is_as_any_other(
     assert len(written) == 1
 
 
+def test_a_path_opens_a_recorded_file_too(
+    tmp_path: Path, written: list[WrittenText], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("io.open", open_recorded)
+    (tmp_path / "log").write_text("loss 0.5\n")
+    assert [event.text for event in written] == ["loss 0.5\n"]
+
+
+def test_of_a_long_dump_the_beginning_is_recorded(
+    tmp_path: Path, written: list[WrittenText]
+) -> None:
+    numbers = list(range(10_000))
+    with open_recorded(tmp_path / "log", "w") as file:
+        json.dump(numbers, file)
+    assert [len(event.text) for event in written] == [hooks_shown.MAX_WRITTEN_TEXT]
+    assert json.loads((tmp_path / "log").read_text()) == numbers
+
+
 def test_files_that_are_read_or_hold_bytes_are_left_alone(
     tmp_path: Path, written: list[WrittenText]
 ) -> None:

@@ -156,6 +156,16 @@ def test_statements_of_one_line_get_lines_of_their_own_where_one_changes(
     assert edited.original_lines[changed] == line
 
 
+def test_a_loop_of_one_line_is_around_its_body_and_a_with_of_one_line_opens_its_file(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "train.py"
+    path.write_text("for i in range(3): train()\nwith open('log') as file: write(file)\n")
+    source = SourceText.read(path, "train.py")
+    assert source.loops_around(source.statement_at(1)) == source.tree.body[:1]
+    assert source.statement_at(2) is source.tree.body[1]
+
+
 def test_a_text_of_several_lines_is_not_indented(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     path.write_text('print("""a\nb""")\n')

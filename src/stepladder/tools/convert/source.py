@@ -102,7 +102,7 @@ class SourceText(SourceFile):
         return sorted(matches, key=lambda node: self.end(node) - self.start(node))  # type: ignore[arg-type]
 
     def statement_at(self, line: int) -> ast.stmt:
-        """Return the innermost statement of a line, the last of several, or the head of a block.
+        """Return the innermost statement of a line, the last of several; or the `with` of it.
 
         Raises:
             CannotConvert: The line has none.
@@ -111,9 +111,8 @@ class SourceText(SourceFile):
         if not statements:
             raise CannotConvert(f"{self.name}:{line} is no statement")
         block, parent = self.block_of(statements[0]), self.parents[statements[0]]
-        if isinstance(parent, ast.With | ast.If | ast.For | ast.While) and self.shares_line(
-            block[0]
-        ):
+        # Of `with open(path) as file: write(file)` the head opens the file.
+        if isinstance(parent, ast.With) and self.shares_line(block[0]):
             return parent
         return [item for item in block if item in statements][-1]
 

@@ -23,6 +23,8 @@ from stepladder.tools.check.probe.patching import (
 from stepladder.tools.check.probe.probe_log import current_log
 from stepladder.tools.probe.events import CodeLine
 
+# Where `Path.open` calls `open`: a module, or from Python 3.13 on a package.
+PATHLIB = pathlib.__file__.removesuffix("__init__.py")
 MAX_PRINTED_TEXT = 400
 MAX_WRITTEN_TEXT = 4000
 MAX_WRITTEN_LINES = 1000  # of a file; more are data
@@ -57,7 +59,8 @@ class RecordedText(io.TextIOWrapper):
     text = ""
 
     def write(self, text: str) -> int:
-        if self.count < MAX_WRITTEN_LINES:
+        is_full = len(self.text) >= MAX_WRITTEN_TEXT and not text.endswith("\n")
+        if self.count < MAX_WRITTEN_LINES and not is_full:  # what dumps data writes millions
             self.remember(text)
         return super().write(text)
 
@@ -92,7 +95,7 @@ def open_recorded(call: WrappedCall) -> Any:
     """Open a file; where the script itself opens a text file to write, record what it writes."""
     stream = call.run()
     is_text = type(stream) is io.TextIOWrapper and not stream.buffer.readable()
-    if not is_text or not current_log().is_called_by_user(pathlib.__file__):
+    if not is_text or not current_log().is_called_by_user(PATHLIB):
         return stream
     encoding, errors, is_by_line = stream.encoding, stream.errors, stream.line_buffering
     newline = call.argument(5, "newline")
