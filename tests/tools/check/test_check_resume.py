@@ -50,8 +50,9 @@ def test_a_start_goes_on_from_the_snapshot_that_an_argument_names() -> None:
         Recording([log(0, [{"k": "snapshot", "paths": paths}])], 2)
         for paths in (["a.pt"], ["b.pt", "c.pt"])
     ]
-    assert until_opened(runs, {"a.pt"}) == runs[:1]
-    assert until_opened(runs, {"b.pt"}) == until_opened(runs, {"elsewhere.pt"}) == runs
+    for path, count in (("a.pt", 1), ("b.pt", 2), ("elsewhere.pt", 2)):
+        resumed = Recording([log(0, [LOAD | {"path": path}])], 2)
+        assert until_opened(runs, resumed) == runs[:count]
 
 
 def test_an_epoch_that_is_trained_again_or_skipped_is_named() -> None:

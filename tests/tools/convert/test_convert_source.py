@@ -19,7 +19,7 @@ from stepladder.tools.convert.conversion import Conversion
 from stepladder.tools.convert.facts import ScriptFacts
 from stepladder.tools.convert.helpers import HELPERS
 from stepladder.tools.convert.ladder import compose
-from stepladder.tools.convert.rungs import find_lines_not_judged
+from stepladder.tools.convert.rungs import find_joined, find_lines_not_judged
 from stepladder.tools.convert.rungs_files import write_once
 from stepladder.tools.convert.shortening import FIRST_STEPS, shorten_epochs
 from stepladder.tools.convert.shown_expressions import (
@@ -164,6 +164,26 @@ def test_a_loop_of_one_line_is_around_its_body_and_a_with_of_one_line_opens_its_
     source = SourceText.read(path, "train.py")
     assert source.loops_around(source.statement_at(1)) == source.tree.body[:1]
     assert source.statement_at(2) is source.tree.body[1]
+
+
+@pytest.mark.parametrize(
+    ("value", "is_joined"),
+    [
+        ("torch.cat((all, x))", True),
+        ("x if all is None else np.concatenate([all, x], axis=0)", True),
+        ("torch.cat([all, x], 1)", False),
+        ("torch.cat([x, x])", False),
+        ("np.hstack((all, x))", False),
+    ],
+)
+def test_a_variable_is_joined_if_a_loop_adds_rows_to_it(
+    value: str, is_joined: bool, tmp_path: Path
+) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(f"all = None\nfor x in loader:\n    all = {value}\nprint(all)\n")
+    source = SourceText.read(path, "train.py")
+    (loop,) = source.nodes(ast.For)
+    assert find_joined(source, loop) == ({"all"} if is_joined else set())
 
 
 def test_a_text_of_several_lines_is_not_indented(tmp_path: Path) -> None:

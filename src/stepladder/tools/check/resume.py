@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate, chain
+from itertools import chain
 from pathlib import PurePath
 from typing import Any
 
@@ -119,6 +119,7 @@ def compare_resumed_run(
     original, copy = evidence.run.original, launch.settings.copy
     outcome = run_ranks(halting, "halted")
     before: list[Recording] = []
+    counts: list[int] = []
     report = Comparison(not_checked=NO_SNAPSHOT)
     for name in ("resumed", "resumed-again"):
         if not outcome.halted:
@@ -129,6 +130,7 @@ def compare_resumed_run(
         resumed = read_recording(outcome.folder, original, copy)
         if outcome.failed:
             return Comparison([failed_resume(evidence, resumed, outcome)])
+        counts.append(sum(steps_of(run.ranks[0]) for run in until_opened(before, resumed)))
         by_key = {finding.key: finding for finding in report.findings}
         report = compare(evidence, before, resumed)
         for finding in report.findings:
@@ -139,7 +141,6 @@ def compare_resumed_run(
         if report.not_checked or not goes_on_alike:
             break
     if not (report.findings or report.not_checked or report.note):
-        counts = accumulate(steps_of(recording.ranks[0]) for recording in before)
         steps = " and ".join(map(str, counts))
         held = f"resume: started again after {steps} steps, it goes on as the unbroken run"
         report = replace(report, held=[held])
@@ -173,7 +174,7 @@ def compare(evidence: RunEvidence, before: list[Recording], resumed: Recording) 
     loads: list[Any] = [*log.select(StateDictLoad), *log.select(Load)]
     if not loads:
         return Comparison(not_checked=NO_LOAD)
-    before = until_opened(before, {event.path for event in log.select(Load)})
+    before = until_opened(before, resumed)
     resumed_alone = replace(evidence, run=replace(resumed, original=evidence.run.original))
     prefixed = list(module_prefix(resumed_alone))
     if prefixed:
@@ -194,8 +195,9 @@ def compare(evidence: RunEvidence, before: list[Recording], resumed: Recording) 
     return Comparison([finding]) if finding else compare_values(run)
 
 
-def until_opened(before: list[Recording], opened: set[str]) -> list[Recording]:
+def until_opened(before: list[Recording], resumed: Recording) -> list[Recording]:
     """Return the starts until the snapshot that was opened, which an argument may name."""
+    opened = {event.path for _, event in resumed.select(Load)}
     for number in range(len(before), 0, -1):
         found = before[number - 1].select(SnapshotFound)
         if opened.intersection(path for _, event in found for path in event.paths):

@@ -94,12 +94,14 @@ def share_samples(loader):
 def share_batches(loader):
     """Return a loader of this process's batches: each sample is evaluated by one process."""
     return copy_loader(loader, batch_sampler=ShareOfSampler(loader.batch_sampler))''',
-    "share_samples_if": """\
+    "share_samples_if": '''\
 def share_samples_if(is_training, loader):
-    return share_samples(loader) if is_training else loader""",
-    "share_batches_if": """\
+    """Return a loader of this process's share of each batch, if it is for training."""
+    return share_samples(loader) if is_training else loader''',
+    "share_batches_if": '''\
 def share_batches_if(is_evaluation, loader):
-    return share_batches(loader) if is_evaluation else loader""",
+    """Return a loader of this process's batches, if it is for an evaluation."""
+    return share_batches(loader) if is_evaluation else loader''',
     "share_shuffled": '''\
 def share_shuffled(loader):
     """Return a loader of this process's share of each batch, if the loader shuffles."""

@@ -23,8 +23,9 @@ from stepladder.tools.convert.source import CannotConvert, Edit, SourceText
 from stepladder.tools.findings.finding import Location
 
 LOGGING_METHODS = ("debug", "info", "warning", "error", "critical")
-CONCATENATIONS = ("cat", "concat", "concatenate", "append", "hstack", "vstack")
+CONCATENATIONS = ("cat", "concat", "concatenate", "vstack")
 BATCH_SIZE = "batch_size"
+ROWS = {"0", "dim=0", "axis=0"}  # of the arguments of a concatenation
 MIN_SHOWN = 3
 RANK_0 = "dist.get_rank() == 0"
 # What a wrapped model answers as the model does.
@@ -351,12 +352,9 @@ def _add_sums(conversion: Conversion, of_training: bool) -> Edits:
         following = _statements_after(file, loop)
         known = {node.id for item in following for node in file.nodes(ast.Name, item)}
         used = [name for name in _accumulators(file, loop) if name in known]
-        sums = "\n".join(
-            [
-                *(f"{name} = sum_over_processes({name})" for name in used),
-                *(f"{name} = join_over_processes({name})" for name in _joined(file, loop) & known),
-            ]
-        )
+        joined = sorted(find_joined(file, loop) & known)
+        ways = dict.fromkeys(used, "sum") | dict.fromkeys(joined, "join")
+        sums = "\n".join(f"{name} = {way}_over_processes({name})" for name, way in ways.items())
         if sums:
             yield file.insert_after(loop, sums)
         inside = set(ast.walk(loop))
@@ -430,8 +428,8 @@ def _accumulators(file: SourceText, loop: ast.For) -> list[str]:
     return [name for name in dict.fromkeys(added_to(loop)) if name in begin_anew]
 
 
-def _joined(file: SourceText, loop: ast.For) -> set[str]:
-    """Return the variables that a loop makes longer: `x = torch.cat((x, y))`."""
+def find_joined(file: SourceText, loop: ast.For) -> set[str]:
+    """Return the variables to which a loop adds rows: `x = torch.cat((x, y))`."""
     names = {
         target.id
         for item in file.nodes(ast.Assign, loop)
@@ -439,6 +437,7 @@ def _joined(file: SourceText, loop: ast.For) -> set[str]:
         if isinstance(target, ast.Name)
         for call in file.nodes(ast.Call, item.value)
         if last_name(call.func) in CONCATENATIONS and call.args
+        if {ast.unparse(axis) for axis in [*call.args[1:], *call.keywords]} <= ROWS
         if target.id in map(file.text_of, getattr(call.args[0], "elts", []))
     }
     return names & assigned_before(file, loop)
