@@ -1,20 +1,20 @@
 """Read checkpoints of torch.distributed.checkpoint (DCP) without running code that is in them.
 
-`.metadata` is a pickle that describes the tensors; `dcp_pickle` reads it without Python's
-unpickler. The tensors are read by `torch.load(weights_only=True)`, which has its own allow-list.
+`.metadata` is a pickle that describes the tensors; `dcp_pickle` reads it, and calls nothing that
+it names. The tensors are read by `torch.load(weights_only=True)`, which has its own allow-list.
 """
 
 from __future__ import annotations
 
-import io
 import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.utils import _create_file_view
 
 from stepladder.core import typed_file
 from stepladder.core.errors import get_reason
@@ -24,9 +24,9 @@ from stepladder.tools.dcp_pickle import (
     METADATA_CLASS,
     STORAGE_CLASS,
     TENSOR_CLASS,
-    Interpreter,
     PickledObject,
     is_shape,
+    read_description,
 )
 
 Kind = TypeVar("Kind")
@@ -58,7 +58,7 @@ class Checkpoint:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         pickled = typed_file.read_file(folder / METADATA, MAX_METADATA_BYTES)
-        metadata = _get_fields(Interpreter().run(pickled), METADATA_CLASS)
+        metadata = _get_fields(read_description(pickled), METADATA_CLASS)
         records = _check_type(metadata.get("state_dict_metadata"), dict, "state_dict_metadata")
         # The metadata of each tensor. Other values of the checkpoint are pickles, which are not
         # read.
@@ -167,41 +167,13 @@ def get_shape(fields: Mapping[str, Any], name: str) -> tuple[int, ...]:
     return _check_type(value, tuple, name)
 
 
-class _FileSection(io.RawIOBase):
-    """The bytes of one chunk as a file, which is what torch.load reads."""
-
-    def __init__(self, file: BinaryIO, chunk: _StoredChunk) -> None:
-        self.file = file
-        self.chunk = chunk
-        self.position = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        origins = {io.SEEK_SET: 0, io.SEEK_CUR: self.position, io.SEEK_END: self.chunk.length}
-        self.position = max(origins[whence] + offset, 0)
-        return self.position
-
-    def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer).cast("B")
-        self.file.seek(self.chunk.start + self.position)
-        remaining = max(self.chunk.length - self.position, 0)
-        count = self.file.readinto(view[:remaining])  # type: ignore[attr-defined]
-        self.position += count
-        return int(count)
-
-
 def _load_chunk(folder: Path, chunk: _StoredChunk) -> Tensor:
     """Return the tensor of a chunk. Raises OSError, or ValueError if it holds no tensor."""
     try:
         with typed_file.open_to_read(folder / chunk.file) as file:
             if chunk.start + chunk.length > os.fstat(file.fileno()).st_size:
                 raise ValueError("it is cut")
-            section: Any = _FileSection(file, chunk)
+            section: Any = _create_file_view(file, chunk.start, chunk.length)  # type: ignore[arg-type]
             tensor = torch.load(section, map_location="cpu", weights_only=True)
     except OSError:
         raise

@@ -1,17 +1,17 @@
 """Read the `.metadata` pickle of a DCP checkpoint without running the code in it.
 
-A pickle is a program: it calls functions and sets attributes. `Interpreter` executes it without
-Python's unpickler. It knows only the instructions that build numbers, strings, tuples, lists,
-dictionaries and objects. It imports nothing and calls nothing: a class that the file names is only
-a name, and an object of such a class is a `PickledObject`, which holds its fields. All other
-instructions, names and arguments are refused with ValueError.
+A pickle is a program: it calls functions and sets attributes. `read_description` executes only the
+instructions that build numbers, strings, tuples, lists, dictionaries and objects. It imports
+nothing and calls nothing: a class that the file names is only a name, and an object of such a class
+is a `PickledObject`, which holds its fields. All other instructions, names and arguments are
+refused with ValueError.
 """
 
 from __future__ import annotations
 
 import io
+import pickle
 import pickletools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -58,33 +58,14 @@ FIELDS: dict[str, set[str]] = {
 PROPERTY_COUNTS = (5, 6)  # torch 2.15 writes the strides as well
 DTYPES = {f"torch {name}" for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 ALLOWED_NAMES = {*FIELDS, *DTYPES, *PATHS, MEMORY_FORMAT, SIZE, LAYOUT, ORDERED_DICT, *GETATTR}
-# The instructions whose argument is a number or a string.
-LITERALS = (
-    "BININT", "BININT1", "BININT2", "LONG1", "LONG4", "BINFLOAT",
-    "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8",
+PythonUnpickler: Any = pickle._Unpickler  # the one in C does not let a subclass replace BUILD
+# The instructions that build numbers, strings and containers, as Python's unpickler executes them.
+PLAIN_INSTRUCTIONS = (
+    "PROTO", "FRAME", "STOP", "NONE", "NEWTRUE", "NEWFALSE", "BININT", "BININT1", "BININT2",
+    "LONG1", "LONG4", "BINFLOAT", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8", "EMPTY_TUPLE",
+    "EMPTY_LIST", "EMPTY_DICT", "MARK", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "BINPUT",
+    "LONG_BINPUT", "MEMOIZE", "BINGET", "LONG_BINGET", "GLOBAL", "STACK_GLOBAL",
 )  # fmt: skip
-# What makes the value of an instruction without an argument.
-CONSTANTS: dict[str, Callable[[], Any]] = {
-    "NONE": lambda: None,
-    "NEWTRUE": lambda: True,
-    "NEWFALSE": lambda: False,
-    "EMPTY_TUPLE": tuple,
-    "EMPTY_LIST": list,
-    "EMPTY_DICT": dict,
-}
-# How many items an instruction takes from the stack.
-NUM_ITEMS = {
-    "TUPLE1": 1,
-    "TUPLE2": 2,
-    "TUPLE3": 3,
-    "APPEND": 1,
-    "SETITEM": 2,
-    "STACK_GLOBAL": 2,
-    "NEWOBJ": 2,
-    "REDUCE": 2,
-    "BUILD": 2,
-}
-TAKE_MARKED_ITEMS = ("TUPLE", "APPENDS", "SETITEMS")  # all since the last MARK
 
 
 class _GlobalName:
@@ -150,91 +131,54 @@ def is_shape(value: Any) -> bool:
     return is_tuple and all(type(size) is int and 0 <= size < 2**63 for size in value)
 
 
-class Interpreter:
+class _Instructions(dict[int, Any]):
+    """The functions that execute the known instructions, by their codes."""
+
+    def __missing__(self, code: int) -> Any:
+        names = {opcode.code: opcode.name for opcode in pickletools.opcodes}
+        name = names.get(chr(code), "of an unknown code")
+        raise ValueError(f"it has the instruction {name}, which describes no tensor")
+
+
+class _DescriptionUnpickler(PythonUnpickler):  # type: ignore[misc]
     """Executes the instructions of a pickle that describe tensors."""
 
-    def __init__(self) -> None:
-        self.stack: list[Any] = []
-        self.outer_stacks: list[list[Any]] = []  # one for each open MARK
-        self.memo: dict[int, Any] = {}
-        self.instructions = self.make_instructions()
+    dispatch = _Instructions(
+        (code[0], PythonUnpickler.dispatch[code[0]])
+        for code in (getattr(pickle, name) for name in PLAIN_INSTRUCTIONS)
+    )
 
-    def run(self, data: bytes) -> Any:
-        """Return the described value. Raises ValueError at the first refused instruction."""
-        try:
-            for opcode, argument, _ in pickletools.genops(io.BytesIO(data)):
-                if opcode.name == "STOP":
-                    return self.stack.pop()
-                execute = self.instructions.get(opcode.name)
-                if execute is None:
-                    raise ValueError(
-                        f"it has the instruction {opcode.name}, which describes no tensor"
-                    )
-                execute(self.take_operand(opcode.name, argument))
-        except (IndexError, KeyError) as error:
-            raise ValueError("its instructions do not fit together") from error
-        raise ValueError("it ends too early")
+    def find_class(self, module: str, name: str) -> _GlobalName:
+        return _GlobalName(f"{module} {name}")
 
-    def make_instructions(self) -> dict[str, Callable[[Any], object]]:
-        """Return the function of each known instruction, which takes its operand."""
-        return {
-            **dict.fromkeys((*LITERALS, *CONSTANTS), self.push),
-            **dict.fromkeys(("TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"), self.push),
-            **dict.fromkeys(("PROTO", "FRAME"), lambda _: None),
-            **dict.fromkeys(("BINPUT", "LONG_BINPUT", "MEMOIZE"), self.memoize),
-            **dict.fromkeys(("BINGET", "LONG_BINGET"), self.recall),
-            **dict.fromkeys(("APPEND", "APPENDS"), self.extend),
-            **dict.fromkeys(("SETITEM", "SETITEMS"), self.set_items),
-            "MARK": self.open_mark,
-            "GLOBAL": self.push_global,
-            "STACK_GLOBAL": self.push_name,
-            "NEWOBJ": self.push_object,
-            "REDUCE": self.push_result,
-            "BUILD": self.set_fields,
-        }
+    def load_append(self) -> None:
+        self.extend([self.stack.pop()])
 
-    def take_operand(self, name: str, argument: Any) -> Any:
-        """Return what an instruction takes: items of the stack, a constant, or its own argument."""
-        if name in NUM_ITEMS:
-            return self.pop_many(NUM_ITEMS[name])
-        if name in TAKE_MARKED_ITEMS:
-            return tuple(self.close_mark())
-        if name in CONSTANTS:
-            return CONSTANTS[name]()
-        return argument
+    dispatch[pickle.APPEND[0]] = load_append
 
-    def push(self, value: Any) -> None:
-        self.stack.append(value)
+    def load_appends(self) -> None:
+        self.extend(self.pop_mark())
 
-    def memoize(self, number: int | None) -> None:
-        """Remember the last value of the stack by a number, or by the next one if that is None."""
-        self.memo[len(self.memo) if number is None else number] = self.stack[-1]
+    dispatch[pickle.APPENDS[0]] = load_appends
 
-    def recall(self, number: int) -> None:
-        self.push(self.memo[number])
-
-    def push_global(self, text: str) -> None:
-        self.push(_GlobalName(text))
-
-    def open_mark(self, _: None) -> None:
-        self.outer_stacks.append(self.stack)
-        self.stack = []
-
-    def close_mark(self) -> list[Any]:
-        items = self.stack
-        self.stack = self.outer_stacks.pop()
-        return items
-
-    def pop_many(self, count: int) -> tuple[Any, ...]:
-        return tuple(reversed([self.stack.pop() for _ in range(count)]))
-
-    def extend(self, items: tuple[Any, ...]) -> None:
+    def extend(self, items: list[Any]) -> None:
         target = self.stack[-1]
         if type(target) is not list:
             raise ValueError("it appends to what is no list")
         target.extend(items)
 
-    def set_items(self, items: tuple[Any, ...]) -> None:
+    def load_setitem(self) -> None:
+        value = self.stack.pop()
+        self.set_items([self.stack.pop(), value])
+
+    dispatch[pickle.SETITEM[0]] = load_setitem
+
+    def load_setitems(self) -> None:
+        self.set_items(self.pop_mark())
+
+    dispatch[pickle.SETITEMS[0]] = load_setitems
+
+    def set_items(self, items: list[Any]) -> None:
         target = self.stack[-1]
         keys = items[::2]
         # Python hashes a tuple within tuples recursively, without a limit: no tuple is a key.
@@ -245,27 +189,40 @@ class Interpreter:
             )
         target.update(zip(keys, items[1::2], strict=True))
 
-    def push_name(self, parts: tuple[Any, ...]) -> None:
-        if [type(part) for part in parts] != [str, str]:
-            raise ValueError("it asks for a class by what is no text")
-        self.push_global(" ".join(parts))
-
-    def push_object(self, parts: tuple[Any, ...]) -> None:
-        kind, arguments = parts
+    def load_newobj(self) -> None:
+        arguments = self.stack.pop()
+        kind = self.stack.pop()
         is_known_class = type(kind) is _GlobalName and kind.text in FIELDS
         if not is_known_class or type(arguments) is not tuple or arguments:
             raise ValueError("it makes an object that describes no tensor")
-        self.push(PickledObject(kind.text))
+        self.stack.append(PickledObject(kind.text))
 
-    def push_result(self, parts: tuple[Any, ...]) -> None:
-        function, arguments = parts
+    dispatch[pickle.NEWOBJ[0]] = load_newobj
+
+    def load_reduce(self) -> None:
+        arguments = self.stack.pop()
+        function = self.stack.pop()
         if type(function) is not _GlobalName or type(arguments) is not tuple:
             raise ValueError("it calls what is no function")
-        self.push(_evaluate_call(function.text, arguments))
+        self.stack.append(_evaluate_call(function.text, arguments))
 
-    def set_fields(self, parts: tuple[Any, ...]) -> None:
-        target, state = parts
+    dispatch[pickle.REDUCE[0]] = load_reduce
+
+    def load_build(self) -> None:
+        state = self.stack.pop()
+        target = self.stack[-1]
         if type(target) is not PickledObject:
             raise ValueError("it sets attributes of what describes no tensor")
         target.set_fields(state)
-        self.push(target)
+
+    dispatch[pickle.BUILD[0]] = load_build
+
+
+def read_description(data: bytes) -> Any:
+    """Return the value that a pickle describes. Raises ValueError at the first refused part."""
+    try:
+        return _DescriptionUnpickler(io.BytesIO(data)).load()
+    except ValueError:
+        raise
+    except Exception as error:  # of any kind: the data may come from anybody
+        raise ValueError("its instructions do not fit together") from error

@@ -1,7 +1,7 @@
 """`stepladder import`: make a run directory whose run starts from weights of another program.
 
-No file of the other program is unpickled: safetensors hold no code, and `dcp` reads checkpoints of
-torch.distributed.checkpoint without Python's unpickler.
+No code of the other program runs: safetensors hold none, and `dcp` calls nothing that a checkpoint
+of torch.distributed.checkpoint names.
 """
 
 from __future__ import annotations
