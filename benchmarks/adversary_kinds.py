@@ -1989,3 +1989,81 @@ def frozen_weights_that_the_state_dict_leaves_out() -> Job:
     net = AdaptedNet()
     net.first.requires_grad_(False)
     return job(net)
+
+
+class Reversed(torch.autograd.Function):
+    """Turns gradients round, as adversarial training for domains does (Ganin et al., 2016)."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor, share: float) -> Tensor:
+        context.share = share
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(context: Any, *gradients: Tensor) -> Any:
+        return -context.share * gradients[0], None
+
+
+class TwoDomains(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Linear(FEATURES, 16)
+        self.classes = nn.Linear(16, CLASSES)
+        self.domain = nn.Linear(16, 2)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        self.calls += self.training
+        hidden = torch.tanh(self.features(x))
+        share = 2 / (1 + math.exp(-0.1 * self.calls)) - 1
+        return self.classes(hidden), self.domain(Reversed.apply(hidden, share))
+
+
+@kind(refused="has other gradients when it is computed again")
+def reversed_gradients_by_the_number_of_calls() -> Job:
+    def loss(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+        x, y = batch
+        classes, domain = model(x)
+        total = F.cross_entropy(classes, y, reduction="sum")
+        return total + F.cross_entropy(domain, y % 2, reduction="sum"), len(x)
+
+    return job(TwoDomains(), loss)
+
+
+class Quantized(nn.Module):
+    """A Gumbel softmax whose forward pass is the same at each temperature."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(FEATURES, 6)
+        self.last = nn.Linear(6, CLASSES)
+        self.temperature = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(F.gumbel_softmax(self.first(x), self.temperature, hard=True))
+
+
+@kind(refused="the attribute temperature of the layer that is the model")
+def temperature_that_the_function_of_a_schedule_lowers() -> Job:
+    made = job(Quantized())
+
+    def rate(step: int) -> float:
+        made.model.temperature = math.exp(-0.05 * step)  # type: ignore[assignment]
+        return 1.0
+
+    return replace(made, schedule=torch.optim.lr_scheduler.LambdaLR(made.optimizer, rate))
+
+
+class Warmth:
+    calls = 0
+
+    def rate(self, _: int) -> float:
+        self.calls += 1
+        return 0.97**self.calls
+
+
+@kind(refused="the attribute calls of Warmth")
+def rate_by_a_method_that_counts_its_calls() -> Job:
+    made = job()
+    rate = Warmth().rate
+    return replace(made, schedule=torch.optim.lr_scheduler.LambdaLR(made.optimizer, rate))

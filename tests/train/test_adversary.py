@@ -48,6 +48,7 @@ SLOW = [
     "mean over ranks within the loss",
     "teacher outside of the job for metrics",
     "features of a frozen part in a cache by sample",
+    "reversed gradients by the number of calls",
 ]
 
 

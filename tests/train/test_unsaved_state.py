@@ -178,6 +178,45 @@ class DropoutSchedule(torch.optim.lr_scheduler.StepLR):
         self.layers[0].p = 0.9**self.last_epoch  # type: ignore[assignment]
 
 
+class Annealing:
+    calls = 0
+
+    def rate(self, _: int) -> float:
+        self.calls += 1
+        return 0.9**self.calls
+
+
+def set_rate(layer: nn.Module, step: int) -> float:
+    layer.p = 0.9**step  # type: ignore[assignment]
+    return 1.0
+
+
+@pytest.mark.parametrize(
+    ("make_rate", "message"),
+    [
+        (lambda layer: lambda step: set_rate(layer, step), "attribute p of the layer 1, which"),
+        (lambda layer: partial(set_rate, layer), "attribute p of the layer 1, which"),
+        (lambda layer: Annealing().rate, "attribute calls of Annealing, which"),
+        (lambda layer: lambda step: 0.9**step * (layer.p < 1), ""),
+        (lambda layer: partial(pow, 0.9), ""),
+    ],
+    ids=["function", "partial", "method", "reads", "of Python"],
+)
+def test_what_the_function_of_a_schedule_keeps_or_sets_on_a_layer_is_refused(
+    make_rate: Callable[[nn.Module], Any], message: str
+) -> None:
+    job = make_job()
+    net = nn.Sequential(job.model, nn.Dropout(0.5))
+    schedule = torch.optim.lr_scheduler.LambdaLR(job.optimizer, make_rate(net[1]))
+    job = Job(net, job.optimizer, job.loss, job.train_data, schedule=schedule)
+    with pytest.raises(InputError, match=message) if message else nullcontext():
+        unsaved = UnsavedState(job, covers_hooks=True)
+        job.model(job.train_data).sum().backward()
+        job.optimizer.step()
+        schedule.step()
+        unsaved.after_gather()
+
+
 def test_an_attribute_of_a_layer_that_an_own_schedule_sets_is_refused() -> None:
     model = nn.Sequential(nn.Linear(4, 2), nn.Dropout(0.5))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -9,8 +9,7 @@ each snapshot the next microbatch is computed twice, on all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -37,8 +36,7 @@ def validate_on_all_ranks(
     compute: Callable[[Span, Any], Tensor],
     step: int,
     span: Span,
-    params: Sequence[nn.Parameter],
-    model: nn.Module | None,
+    hash_gradients: Callable[[Tensor], bytes],
 ) -> None:
     """Compare one microbatch on all ranks, of which one has read it for this step. A collective.
 
@@ -50,18 +48,16 @@ def validate_on_all_ranks(
         compute: Returns the loss of a microbatch, shape ().
         step: The step that it belongs to.
         span: The microbatch.
-        params: The weights by which gradients are compared; none where a pass gathers weights.
-        model: The model, if what it gets and returns is to be compared in their place.
+        hash_gradients: `Sync.hash_gradients`.
 
     Raises:
-        InputError: Its data, its loss, a gradient or such a value is another one on some rank.
+        InputError: Its data, its loss or a gradient is another one on some rank.
     """
     seed_generators(REREAD_SEED, reader.comm.device)
     batch = reader.read(step, span)
     hashes = hash_batch(batch)
-    with _hashing_calls(model) as calls:
-        loss = compute(span, batch)
-    hashes += fingerprint((fingerprint(loss), hash_gradients(loss, params), calls))
+    loss = compute(span, batch)
+    hashes += fingerprint((fingerprint(loss), hash_gradients(loss)))
     answers = reader.comm.gather_bytes(hashes.ljust(2 * HASH_BYTES))
     if different := find_minority(answers):
         is_data = len({answer[:HASH_BYTES] for answer in answers}) > 1
@@ -104,34 +100,6 @@ def validate_next_values_on_all_ranks(values: dict[str, Any], comm: Comm) -> Non
         )
 
 
-@contextmanager
-def _hashing_calls(model: nn.Module | None) -> Iterator[list[bytes]]:
-    """Yield a list that gets a hash of what a model gets and returns in each call of the block."""
-    calls: list[bytes] = []
-    if model is None:
-        yield calls
-        return
-
-    def note(_: nn.Module, args: Any, output: Any) -> None:
-        with suppress(RuntimeError):  # tensors of torch.func have no values
-            calls.append(hash_batch((args, output)))
-
-    with model.register_forward_hook(note):
-        yield calls
-
-
-def hash_gradients(loss: Tensor, params: Sequence[nn.Parameter]) -> bytes:
-    """Return a hash of the gradients of a loss; b"" if there are none that can be computed here.
-
-    This takes the memory of one more gradient of each weight.
-    """
-    trained = [param for param in params if param.requires_grad]
-    with suppress(RuntimeError):  # reentrant checkpoints have gradients by backward alone
-        gradients = torch.autograd.grad(loss, trained, allow_unused=True)
-        return fingerprint([fingerprint(gradient) for gradient in gradients])
-    return b""
-
-
 class RepeatCheck:
     """Notes the first microbatch of a step, and computes its loss once more after all passes.
 
@@ -143,8 +111,7 @@ class RepeatCheck:
         compute: Returns the loss of a microbatch, shape ().
         params: The weights that are trained.
         statistics: Has those that batch norm has captured of the last microbatch.
-        gathers_weights: Whether a pass gathers weights. Then no gradients are compared, since
-            the ranks' gathers must fit each other.
+        hash_gradients: `Sync.hash_gradients`.
     """
 
     def __init__(
@@ -153,13 +120,13 @@ class RepeatCheck:
         compute: Callable[[Span, Any], Tensor],
         params: Sequence[nn.Parameter],
         statistics: RunningStatistics,
-        gathers_weights: bool,
+        hash_gradients: Callable[[Tensor], bytes],
     ) -> None:
         self.reader = reader
         self.compute = compute
         self.params = params
         self.statistics = statistics
-        self.gathers_weights = gathers_weights
+        self.hash_gradients = hash_gradients
         self.span: Span | None = None
         self.batch_hash = b""
         self.idle_batch: Any = None
@@ -198,6 +165,8 @@ class RepeatCheck:
             return
         if not len(self.span):  # an idle pass, which takes part in the gathers
             self._recompute(self.idle_batch)
+            for _ in range(2):
+                self.hash_gradients(self.compute(self.span, self.idle_batch))
             return
         # A source that draws must not draw what it has drawn the first time.
         seed_generators(REREAD_SEED, self.loss.device)
@@ -224,8 +193,7 @@ class RepeatCheck:
                 "no state between calls, no generator of its own (the default ones are seeded), no"
                 f" time and no number of processes in the loss; {VERIFY_HINT}",
             )
-        if not self.gathers_weights:
-            self._validate_gradients((batches[1], self.reader.read(step, self.span)))
+        self._validate_gradients((batches[1], self.reader.read(step, self.span)))
 
     def _validate_gradients(self, batches: tuple[Any, Any]) -> None:
         """Compute the gradients of the microbatch twice, and compare them.
@@ -238,7 +206,7 @@ class RepeatCheck:
         """
         assert self.span is not None
         losses = (self.compute(self.span, batch) for batch in batches)
-        if len({hash_gradients(loss, self.params) for loss in losses}) > 1:
+        if len(set(map(self.hash_gradients, losses))) > 1:
             raise InputError(
                 "--sync exact: the same microbatch has other gradients when it is computed again,"
                 " from the same weights and seed",

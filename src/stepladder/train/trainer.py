@@ -57,7 +57,6 @@ from stepladder.train.recompute_check import RecomputeCheck
 from stepladder.train.recovery import Action, MembershipChange
 from stepladder.train.repeat_check import (
     RepeatCheck,
-    hash_gradients,
     validate_next_values,
     validate_next_values_on_all_ranks,
     validate_on_all_ranks,
@@ -197,10 +196,6 @@ class TrainingLoop:
         self.is_first_step = True  # of the attempt
         self.listeners = self._make_listeners()
         this_rank = self.comm.world.rank
-        # Whose gradients of one microbatch are compared; a pass that gathers weights has others.
-        self.compared_params: list[torch.nn.Parameter] = []
-        if not self.layout.gathers_weights:
-            self.compared_params += self.model.parameters()
         self.repeat_check: RepeatCheck | None = None
         self.reader = BatchReader(self.spec, self.comm, self.spec.train_source)
         if self.settings.sync == "exact" and repeats_pass:
@@ -209,7 +204,7 @@ class TrainingLoop:
                 self._recompute,
                 list(self.model.parameters()),
                 self.statistics,
-                self.layout.gathers_weights,
+                self.sync.hash_gradients,
             )
         self.is_repetition = False  # the passes of this step are computed once more
         self.failing_steps = {step for rank, step in self.settings.fail_at if rank == this_rank}
@@ -332,15 +327,8 @@ class TrainingLoop:
             self.repeat_check.validate(step)
             if not self.comm.alone:
                 first = self.plan.microbatches(step)[0]
-                # A hook would have a compiled program be compiled anew.
-                is_observed = self.layout.gathers_weights and not self.loss_programs
                 validate_on_all_ranks(
-                    self.reader,
-                    self._recompute,
-                    step,
-                    first,
-                    self.compared_params,
-                    self.model if is_observed else None,
+                    self.reader, self._recompute, step, first, self.sync.hash_gradients
                 )
         self.is_first_step = False
         return result._replace(votes=votes)
@@ -477,7 +465,9 @@ class TrainingLoop:
         try:
             with self.generators.forgetting():
                 loss = self._recompute(span, self.reader.read(self.state.step, span))
-                gradients = hash_gradients(loss, self.compared_params).hex()
+                # A pass that gathers weights has them in other shapes.
+                is_comparable = not self.layout.gathers_weights
+                gradients = self.sync.hash_gradients(loss).hex() if is_comparable else ""
         finally:
             self.statistics.cancel()
         metrics = self.session.compute_first_metrics()

@@ -35,6 +35,7 @@ from stepladder.train.step_listener import LoopListener
 from stepladder.train.sync.base import StepResult
 
 COMPARED_TYPES = (int, float, complex, str, bytes, type(None))
+FUNCTIONS = (FunctionType, MethodType, partial)
 CONTAINERS = (dict, list, tuple, set, deque)
 # Of whose other objects, such as iterators, queues and namespaces, pickle tells what they hold.
 DATA_MODULES = {"array", "builtins", "collections", "itertools", "queue", "types", "weakref"}
@@ -62,14 +63,14 @@ class UnsavedState(LoopListener):
         self.hooks: list[_WatchedHook] = []
         if covers_hooks:
             self.hooks += _watch_hooks(job, self.saved)
-        # Not of a callable object, whose state a schedule saves.
-        self.functions = [
-            (function, part.last_epoch)
+        rates = [
+            (rate, part.last_epoch)
             for schedule in job.schedules
             for part in (schedule, *getattr(schedule, "_schedulers", ()))
-            for function in getattr(part, "lr_lambdas", ())
-            if isinstance(function, FunctionType)
+            for rate in getattr(part, "lr_lambdas", ())
         ]
+        # Not callable objects, whose attributes a schedule saves.
+        self.functions = [pair for pair in rates if isinstance(pair[0], FUNCTIONS)]
         users = (*list_optimizers(job.optimizer), *job.schedules)
         methods = [
             method
@@ -77,20 +78,28 @@ class UnsavedState(LoopListener):
             for class_ in type(each).__mro__
             for method in vars(class_).values()
         ]
-        functions = [function for function, _ in self.functions]
-        optimizers = [each for each in list_optimizers(job.optimizer) if not _saves_its_state(each)]
-        self.reached = _Reached((*methods, *functions), optimizers)
+        owners = [each for each in list_optimizers(job.optimizer) if not _saves_its_state(each)]
+        for function, _ in self.functions:
+            owner = getattr(function, "__self__", function)
+            if id(owner) not in self.saved and not isinstance(owner, FunctionType):
+                owners.append(owner)
+        self.reached = _Reached((*methods, *(rate for rate, _ in rates)), owners)
         self.saving = [
             (each, {name: _copy_container(value) for name, value in vars(each).items()})
             for each in job.schedules
             if not is_from_torch(each) and type(each).state_dict is not LRScheduler.state_dict
         ]
-        # What torch steps by itself, without a hook, changes no attribute of a weight or a layer.
-        runs_own_code = not all(map(is_from_torch, users)) or any(
-            BareStep(each).is_observed for each in list_optimizers(job.optimizer)
+        modules = dict(job.model.named_modules())
+        attributes = {name for each in modules.values() for name in _read_own_attributes(each)}
+        # What torch steps by itself, without a hook or a function that names an attribute of a
+        # layer, changes none of a weight or a layer.
+        runs_own_code = (
+            not all(map(is_from_torch, users))
+            or any(BareStep(each).is_observed for each in list_optimizers(job.optimizer))
+            or not self.reached.list_names().isdisjoint(attributes | {"setattr"})
         )
         self.params = dict(job.model.named_parameters()) if runs_own_code else {}
-        self.modules = dict(job.model.named_modules()) if runs_own_code else {}
+        self.modules = modules if runs_own_code else {}
         self.of_modules = self._read_modules()  # before the update
         self.calls_functions = True  # until the first step is done
         self.values = self._read_values(self.hooks)
@@ -110,7 +119,8 @@ class UnsavedState(LoopListener):
                     values[f"attribute {name} of the weight {weight}"] = value
         if self.calls_functions:  # one that reads the time has another result
             for function, epoch in self.functions:
-                name = f"result of {function.__qualname__} for the same argument"
+                called = getattr(function, "__qualname__", type(function).__name__)
+                name = f"result of {called} for the same argument"
                 values[name] = float(function(epoch))
         groups = self.job.optimizer.param_groups
         saved = self.saved | set(map(id, (self.job.optimizer.state, groups, *groups)))
@@ -239,6 +249,10 @@ class _Reached:
         self.readers = _find_readers(functions)
         self.objects = objects
 
+    def list_names(self) -> set[str]:
+        """Return the names of globals and attributes in the functions."""
+        return {name for each in self.readers for name in _list_names(each.__code__)}
+
     def read(self) -> dict[str, Any]:
         values = {
             f"attribute {name} of {type(each).__name__}": value
@@ -266,8 +280,7 @@ class _WatchedHook:
         owner = getattr(hook, "__self__", hook)
         is_kept = isinstance(owner, partial) or _is_of_user(type(owner).__module__)
         self.reached = _Reached([hook], [owner] * (is_kept and id(owner) not in saved))
-        names = {name for each in self.reached.readers for name in _list_names(each.__code__)}
-        self.has_effect = not names.isdisjoint(UNCOUNTED_WRITES)
+        self.has_effect = not self.reached.list_names().isdisjoint(UNCOUNTED_WRITES)
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         if self.has_effect:

@@ -8,6 +8,7 @@ exact   a fixed tree over the microbatches, in `exact.py`: the same bits for any
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from stepladder.rank.torch_fixes import make_backward
 from stepladder.train.comm import Comm
+from stepladder.train.fingerprints import fingerprint
 
 Backward = Callable[[Tensor, float, Tensor | None], None]  # `Sync.backward`
 run_backward = make_backward()
@@ -115,6 +117,17 @@ class Sync:
             self._divide_gradients(total_count)
         agreed = [votes_for > 0 for votes_for in results[1:users_begin]]
         return StepResult(total_count, agreed, self.extra, results[-1] if is_on_cpu else loss)
+
+    def hash_gradients(self, loss: Tensor) -> bytes:
+        """Return a hash of the gradients of a loss; b"" if they cannot be computed here.
+
+        This takes the memory of one more gradient of each weight. With --shard full all ranks must
+        call this method, and the hash is of this rank's gradients as they are before the exchange.
+        """
+        with suppress(RuntimeError):  # reentrant checkpoints have gradients by backward alone
+            gradients = torch.autograd.grad(loss, self.params, allow_unused=True)
+            return fingerprint([fingerprint(gradient) for gradient in gradients])
+        return b""
 
     def _has_gradient(self) -> list[bool]:
         return [param.grad is not None for param in self.params]

@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from stepladder.core.errors import InputError
 from stepladder.train.broadcast import gather_texts
 from stepladder.train.comm import Comm
+from stepladder.train.fingerprints import fingerprint
 from stepladder.train.model_blocks import OUTSIDE_BLOCKS
-from stepladder.train.sync.base import Sync
+from stepladder.train.sync.base import Sync, run_backward
 from stepladder.train.sync.binary_tree import Block, Tree
 
 MAX_DIGEST = 0xFFFF  # so that the squares of a thousand ranks' digests add up exactly in float64
@@ -108,6 +109,7 @@ class _RowTree:
         self.next_microbatch = 0  # the first one of the next round
         self.total = 0  # microbatches of the step
         self.is_expecting = False  # the backward pass under way has not reached this block yet
+        self.hashes: list[bytes] | None = None  # of gradients, as `hash_into` says
 
     def begin(self, total: int) -> None:
         self.next_microbatch = 0
@@ -116,6 +118,10 @@ class _RowTree:
 
     def begin_pass(self) -> None:
         self.is_expecting = True
+
+    def hash_into(self, hashes: list[bytes] | None) -> None:
+        """Append a hash of each further gradient to a list and add none, until it is None."""
+        self.hashes = hashes
 
     def validate_reached(self) -> None:
         """Raise InputError if a pass has left this block without a gradient."""
@@ -133,6 +139,10 @@ class _RowTree:
                 rounds before, the tree stores the sum of one of its blocks there.
             input_tensor: This rank's gradient: the rows of all ranks, one after the other.
         """
+        if self.hashes is not None:
+            self.hashes.append(fingerprint(input_tensor))
+            output_tensor.zero_()
+            return
         if not self.is_expecting:
             raise self._make_error("has gradients at two moments of a backward pass")
         if input_tensor.numel() != self.size:
@@ -191,6 +201,20 @@ class FullyShardedExactSync(FullyShardedSync):
         if self.microbatches_left:  # fully_shard would add the next gradient to this one
             for param in self.params:
                 param.grad = None
+
+    def hash_gradients(self, loss: Tensor) -> bytes:
+        gradients = [param.grad for param in self.params]
+        hashes: list[bytes] = []
+        for param in self.params:
+            param.grad = None
+        for tree in self.trees:
+            tree.hash_into(hashes)
+        run_backward(loss)
+        for tree in self.trees:
+            tree.hash_into(None)
+        for param, gradient in zip(self.params, gradients, strict=True):
+            param.grad = gradient
+        return fingerprint(hashes)
 
     def _wait_for_sums(self) -> None:
         """Add `extra` over the microbatches; backward has added the gradients already."""
