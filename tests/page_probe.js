@@ -44,7 +44,7 @@ addEventListener("load", () => {
     if (element.scrollWidth > element.clientWidth + 1 && element.clientWidth && !canScroll(element) && getComputedStyle(element).display !== "inline") problems.push(`overflows: ${element.textContent}`)
     if (contrast(getComputedStyle(element).color, backgroundOf(element)) < 4.5) problems.push(`too little contrast: ${element.textContent}`)
   }
-  for (const svg of document.querySelectorAll("svg")) lookAtFigure(svg, problems)
+  for (const svg of document.querySelectorAll("svg:not([aria-hidden])")) lookAtFigure(svg, problems)
   for (const image of document.images) if (!image.alt) problems.push(`a picture without a text: ${image.src}`)
   document.title = JSON.stringify({width: innerWidth, texts: document.body.innerText.length, background: getComputedStyle(document.body).backgroundColor, problems})
 })

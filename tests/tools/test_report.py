@@ -374,7 +374,7 @@ def test_a_page_compares_runs(run_dir: Path, tmp_path: Path) -> None:
         "test_mse",
         "learning rate",
     ]
-    assert text.split("</figure>")[0].count("<polyline") == 3
+    assert text.split("</figure>")[0].count("<polyline") == 2 * 3  # in the plot and the legend
 
 
 def test_what_has_no_curves_is_not_compared(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -31,12 +31,10 @@ BAR_ROW_HEIGHT = 26
 SPAN_ROW_HEIGHT = 24
 MAX_HEAT_MAP_HEIGHT = 360
 MAX_HEAT_MAP_LABELS = 16
-NUM_SCALE_CELLS = 8
 NUM_TICKS = 5
-LEGEND_COLUMNS = 4
 LETTER_WIDTH = 10  # at most, where the page is narrow
-LEGEND_LINE_LENGTH = 22
-LEGEND_ROW_HEIGHT = 18
+SWATCH_WIDTH = 22
+SWATCH_HEIGHT = 12
 
 Scale = Callable[[float], float]  # from a value to pixels
 
@@ -70,13 +68,15 @@ class Mark:
 class Figure:
     """A picture of marks. The name is its alt text, and the title above it.
 
-    A figure without marks has a note in their place, or says that nothing was recorded. The values
-    are a table below it, with its head as the first row: for keys and for those who see no picture.
+    A figure without marks has a note in their place, or says that nothing was recorded. The legend
+    has a swatch for each kind of mark. The values are a table below it, with its head as the first
+    row: for keys and for those who see no picture.
     """
 
     name: str
     marks: list[Mark]
     height: float
+    legend: Mapping[str, Mark] = field(default_factory=dict)
     width: int = WIDTH
     note: str = ""
     values: Sequence[Sequence[str]] = ()
@@ -84,6 +84,11 @@ class Figure:
 
 def make_text(x: float, y: float, text: str, anchor: str = "start", **attributes: Any) -> Mark:
     return Mark("text", text, x=x, y=y, text_anchor=anchor, **attributes)
+
+
+def make_swatch(colour: str, **attributes: Any) -> Mark:
+    """Return the entry of a legend for an area of a colour."""
+    return Mark("rect", width=SWATCH_WIDTH, height=SWATCH_HEIGHT, fill=colour, **attributes)
 
 
 def make_scale(lo: float, hi: float, lo_pixel: float, hi_pixel: float) -> Scale:
@@ -129,8 +134,8 @@ def draw_bars(
     values = [["", *(f"{kind}, {unit}" if unit else kind for kind in colours)]]
     for label, parts in rows.items():
         values.append([label, *(format_amount(parts.get(kind, 0.0)) for kind in colours)])
-    figure = add_legend(name, marks, colours, TOP + len(rows) * BAR_ROW_HEIGHT)
-    return replace(figure, values=values)
+    legend = {kind: make_swatch(colour) for kind, colour in colours.items()}
+    return Figure(name, marks, TOP + len(rows) * BAR_ROW_HEIGHT, legend, values=values)
 
 
 def format_amount(amount: float) -> str:
@@ -171,31 +176,15 @@ def draw_heat_map(
         marks.append(cell)
     below = TOP + row_height * len(labels) + 16
     marks += _draw_axis_ends(below, "step", x_values[0], x_values[-1])
-    marks += _draw_colour_scale(below + 10, hi, unit)
+    legend = {
+        f"{share * hi:.3g} {unit}": make_swatch(HEAT_COLOUR, fill_opacity=share)
+        for share in (0.25, 0.5, 0.75, 1.0)
+    }
     numbers = [["step", *labels]]
     for column, x in enumerate(x_values):
         texts = [f"{value:.3g}".replace("nan", "-") for value in values[:, column]]
         numbers.append([f"{x:g}", *texts])
-    return Figure(name, marks, int(below) + 34, values=numbers)
-
-
-def _draw_colour_scale(y: float, hi: float, unit: str) -> list[Mark]:
-    """Return the colours of a heat map from 0 to its greatest value, with the numbers."""
-    marks = [make_text(LEFT, y + 11, "0")]
-    cell_width = 16.0
-    for index in range(NUM_SCALE_CELLS):
-        cell = Mark(
-            "rect",
-            x=LEFT + 14 + index * cell_width,
-            y=y,
-            width=cell_width,
-            height=13,
-            fill=HEAT_COLOUR,
-            fill_opacity=f"{index / (NUM_SCALE_CELLS - 1):.2f}",
-        )
-        marks.append(cell)
-    right = LEFT + 20 + NUM_SCALE_CELLS * cell_width
-    return [*marks, make_text(right, y + 11, f"{hi:.3g} {unit}")]
+    return Figure(name, marks, int(below) + 8, legend, values=numbers)
 
 
 def draw_spans(name: str, rows: Sequence[tuple[str, float, float, str]], x_name: str) -> Figure:
@@ -255,38 +244,3 @@ def _draw_axis_ends(y: float, x_name: str, first: float, last: float) -> list[Ma
 
 def assign_colours(kinds: Collection[str]) -> dict[str, str]:
     return {kind: COLOURS[index % len(COLOURS)] for index, kind in enumerate(kinds)}
-
-
-def add_legend(
-    name: str,
-    marks: list[Mark],
-    colours: Mapping[str, str],
-    height: float,
-    dashes: Sequence[str] = (),
-) -> Figure:
-    """Return the figure of the marks with a legend below them: boxes, or lines with dashes.
-
-    There are fewer columns if a name is long.
-    """
-    longest = max(map(len, colours), default=0) * LETTER_WIDTH + 36
-    columns = max(1, min(LEGEND_COLUMNS, int(PLOT_WIDTH // longest)))
-    column_width = PLOT_WIDTH // columns
-    legend: list[Mark] = []
-    for index, (kind, colour) in enumerate(colours.items()):
-        row, column = divmod(index, columns)
-        x = LEFT + column * column_width
-        y = height + 12 + row * LEGEND_ROW_HEIGHT
-        if dashes:
-            box = Mark(
-                "path",
-                d=f"M{x} {y - 4:.1f}h{LEGEND_LINE_LENGTH}",
-                stroke=colour,
-                stroke_width="2.5",
-                stroke_dasharray=dashes[index % len(dashes)],
-            )
-        else:
-            box = Mark("rect", x=x, y=y - 9, width=10, height=10, fill=colour)
-        legend.append(box)
-        legend.append(make_text(x + (LEGEND_LINE_LENGTH if dashes else 10) + 4, y, kind))
-    num_rows = -(-len(colours) // columns)
-    return Figure(name, marks + legend, height + num_rows * LEGEND_ROW_HEIGHT + 8)

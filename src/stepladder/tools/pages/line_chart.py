@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from dataclasses import dataclass
+from itertools import cycle, pairwise
 
 import numpy as np
 
@@ -15,12 +15,13 @@ from stepladder.tools.pages.figures import (
     LETTER_WIDTH,
     PLOT_BOTTOM,
     PLOT_RIGHT,
+    SWATCH_HEIGHT,
+    SWATCH_WIDTH,
     TOP,
     WIDTH,
     Figure,
     Mark,
     Scale,
-    add_legend,
     assign_colours,
     choose_ticks,
     format_amount,
@@ -34,6 +35,7 @@ DASHES = ("none", "7 3", "2 3", "10 3 2 3")  # of curves in turn: colours are no
 EVENT_COLOUR = "var(--muted)"
 LABEL_ROW_HEIGHT = 18
 NOTE_ROW_HEIGHT = 20
+SWATCH_LINE = ((0, SWATCH_HEIGHT / 2), (SWATCH_WIDTH, SWATCH_HEIGHT / 2))  # in a legend
 
 Points = Sequence[tuple[float, float]]
 
@@ -89,17 +91,17 @@ def draw_lines(
             marks.append(make_text(x_scale(tick), PLOT_BOTTOM + 16, f"{tick:g}", "middle"))
     marks.append(make_text(PLOT_RIGHT, HEIGHT - 6, x_name, "end"))
     colours = assign_colours(series)
-    for index, (label, points) in enumerate(series.items()):
+    legend = {}
+    for (label, points), dashes in zip(series.items(), cycle(DASHES), strict=False):
         pixels = [(x_scale(x), y_scale(y)) for x, y in points]
         has_dots = label in dots or len(points) == 1
-        marks += _draw_curve(pixels, colours[label], DASHES[index % len(DASHES)], has_dots)
+        marks += _draw_curve(pixels, colours[label], dashes, has_dots)
+        swatch = _draw_curve(SWATCH_LINE, colours[label], dashes, has_dots=False)
+        legend[label] = Mark("g", children=swatch)
     values = [[x_name, *series], *_read_values(series)]
     marks += _make_hover_bands(values, x_scale)
     marks += event_marks  # last, as the bands would hide their titles from the pointer
-    figure = Figure(name, marks, HEIGHT)
-    if len(series) > 1:
-        figure = add_legend(name, marks, colours, HEIGHT, DASHES)
-    return replace(figure, values=values)
+    return Figure(name, marks, HEIGHT, legend if len(series) > 1 else {}, values=values)
 
 
 def _draw_curve(pixels: Points, colour: str, dashes: str, has_dots: bool) -> list[Mark]:
