@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from stepladder.rank.torch_fixes import tree_map_only
 from stepladder.train.comm import Comm
 
 
@@ -27,7 +27,7 @@ def broadcast_state(comm: Comm, state: Any, source: int, needed: bool) -> Any:
     """
     file = io.BytesIO()
     if state is not None:  # the structure first, without the tensors' values
-        torch.save(_map_tensors(state, lambda tensor: tensor.to("meta")), file)
+        torch.save(tree_map_only(Tensor, lambda tensor: tensor.to("meta"), state), file)
     data = comm.broadcast_bytes(file.getvalue(), source)
     structure = torch.load(io.BytesIO(data), weights_only=True)
 
@@ -40,20 +40,9 @@ def broadcast_state(comm: Comm, state: Any, source: int, needed: bool) -> Any:
         comm.broadcast(tensor.detach().cpu().contiguous(), source)
 
     if state is None:
-        return _map_tensors(structure, receive)
-    _map_tensors(state, send)
+        return tree_map_only(Tensor, receive, structure)
+    tree_map_only(Tensor, send, state)
     return state
-
-
-def _map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
-    """Replace each tensor by what `function` returns for it, in one order on all ranks."""
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, dict):
-        return {name: _map_tensors(item, function) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_map_tensors(item, function) for item in value)
-    return value
 
 
 def gather_texts(comm: Comm, text: bytes) -> list[bytes]:

@@ -38,20 +38,31 @@ def validate_equal_settings(comm: Comm, settings: Settings, recipe: Recipe) -> N
         if not SETTING_FLAGS[name].may_differ
     }
     values |= recipe.definition | {"recipe": recipe.name, "device": comm.device.type}
-    message = json.dumps(values, default=lambda value: type(value).__name__).encode()
-    texts = gather_texts(comm, message)
-    different = [rank for rank, text in enumerate(texts) if text != texts[0]]
-    if not different:
+    if (difference := _compare_with_first(comm, values)) is None:
         return
-    first = json.loads(texts[0], parse_constant=str)
-    peer = json.loads(texts[different[0]], parse_constant=str)
+    first, peer, ranks = difference
     name = find_first_difference(first, peer)
-    alike = [rank for rank in different if texts[rank] == texts[different[0]]]
     raise InputError(
         f"{name} is {to_one_line(str(first.get(name)))} on rank 0, and"
-        f" {to_one_line(str(peer.get(name)))} on {to_one_line(format_ranks(alike))}",
+        f" {to_one_line(str(peer.get(name)))} on {to_one_line(ranks)}",
         "start all ranks with the same job and the same flags",
     )
+
+
+def _compare_with_first(comm: Comm, value: Any) -> tuple[Any, Any, str] | None:
+    """Return the values of rank 0 and of the first rank with another one, and who has the latter.
+
+    The result is None if all ranks have the same. Values that are not of JSON count by their type.
+    """
+    text = json.dumps(value, default=lambda part: type(part).__name__).encode()
+    digests = comm.gather_bytes(fingerprint(text))
+    different = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+    if not different:
+        return None
+    texts = gather_texts(comm, text)
+    alike = [rank for rank in different if digests[rank] == digests[different[0]]]
+    first, peer = (json.loads(texts[rank], parse_constant=str) for rank in (0, different[0]))
+    return first, peer, format_ranks(alike)
 
 
 def validate_equal_models(
@@ -72,17 +83,15 @@ def validate_equal_models(
         descriptions.append((name, list(tensor.shape), str(tensor.dtype)))
     names = name_params(model, optimizer)
     descriptions += [(f"in the optimizer {name}", [], "") for name in names]
-    digests = comm.gather_bytes(fingerprint(descriptions))
-    different = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
-    if not different:
+    if (difference := _compare_with_first(comm, descriptions)) is None:
         return
-    texts = gather_texts(comm, json.dumps(descriptions).encode())
-    pairs = zip_longest(json.loads(texts[0]), json.loads(texts[different[0]]))
-    first, peer = next(pair for pair in pairs if pair[0] != pair[1])
-    alike = [rank for rank in different if texts[rank] == texts[different[0]]]
+    first, peer, ranks = difference
+    first_tensor, peer_tensor = next(
+        pair for pair in zip_longest(first, peer) if pair[0] != pair[1]
+    )
     raise InputError(
-        f"{format_ranks(alike)} has built another model than rank 0: {_describe_tensor(peer)},"
-        f" where rank 0 has {_describe_tensor(first)}",
+        f"{ranks} has built another model than rank 0: {_describe_tensor(peer_tensor)},"
+        f" where rank 0 has {_describe_tensor(first_tensor)}",
         "build(config) the same on every rank: from the config alone, not from RANK, the host or"
         " its files, nor in the order of a set",
     )
