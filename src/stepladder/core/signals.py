@@ -7,12 +7,15 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from multiprocessing import parent_process
+from types import FrameType
 
 PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 FIRST_SIGNAL_EXIT_CODE = 128  # to which a shell adds the number of the signal
+
+Handler = Callable[[int, FrameType | None], object]
 
 
 def die_with_parent() -> None:
@@ -38,6 +41,15 @@ def block_signals(numbers: Collection[int]) -> Iterator[None]:
 
 
 @contextmanager
+def handle_signals(numbers: Iterable[int], handler: Handler) -> Iterator[None]:
+    """Handle signals by a function in the block, and as before after it."""
+    with ExitStack() as at_end:
+        for number in numbers:
+            at_end.callback(signal.signal, number, signal.signal(number, handler))
+        yield
+
+
+@contextmanager
 def exit_on_signals() -> Iterator[None]:
     """Raise SystemExit in the block on a signal that would end this process at once.
 
@@ -45,13 +57,12 @@ def exit_on_signals() -> Iterator[None]:
     """
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
     replaced = [number for number, handler in handlers.items() if handler == signal.SIG_DFL]
-    for number in replaced:
-        signal.signal(number, lambda number, _: sys.exit(FIRST_SIGNAL_EXIT_CODE + number))
-    try:
+    with handle_signals(replaced, _exit_on_signal):
         yield
-    finally:
-        for number in replaced:
-            signal.signal(number, signal.SIG_DFL)
+
+
+def _exit_on_signal(number: int, _frame: object) -> None:
+    sys.exit(FIRST_SIGNAL_EXIT_CODE + number)
 
 
 def mute_signal_handlers(error: BaseException) -> BaseException:

@@ -22,6 +22,7 @@ from stepladder.core.address import format_endpoint, validate_reachable
 from stepladder.core.console import print_message
 from stepladder.core.errors import BAD_INPUT, DONE, FAILED, STOPPED, InputError
 from stepladder.core.process_count import parse_range
+from stepladder.core.signals import handle_signals
 from stepladder.core.signing import make_secret
 from stepladder.launcher.host import Host, make_environment_script
 from stepladder.launcher.local.output import Output, Stream
@@ -143,9 +144,8 @@ class RemoteAgents:
         """Run all agents until they have ended, and return the exit code."""
         with ExitStack() as cleanup:
             cleanup.callback(self._end_agents)
-            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-                previous = signal.signal(number, self._handle_stop_signal)
-                cleanup.callback(signal.signal, number, previous)
+            stop_signals = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+            cleanup.enter_context(handle_signals(stop_signals, self._handle_stop_signal))
             for host, command in self.commands:
                 if not self.stop_signal:
                     self._start_agent(host, command)

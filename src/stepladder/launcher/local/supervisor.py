@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 import signal
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import closing, contextmanager
 
 from stepladder.core.console import print_message
 from stepladder.core.errors import FAILED, KILLED, STOPPED, STORAGE_FAILED, TERMINATED
+from stepladder.core.signals import handle_signals
 from stepladder.launcher.local.local_group import LocalGroup
 from stepladder.launcher.local.outcome import BadInput, Failure, Killed, Raised, Success
 from stepladder.launcher.local.recovery_policy import EndAction, decide_on_end, was_stopped
@@ -43,7 +44,7 @@ def run_local(
     policy = group.restart_policy
     restarts = 0
     attempts = itertools.count()
-    with handle_signals(group):
+    with stopping_on_signals(group):
         while True:
             outcome = group.run(nproc, next(attempts), min_ranks)
             if isinstance(outcome, Success):
@@ -118,14 +119,12 @@ def record_failed_end(failure: Failure | None, stop_signal: int = 0) -> int:
 
 
 @contextmanager
-def handle_signals(group: LocalGroup) -> Iterator[None]:
+def stopping_on_signals(group: LocalGroup) -> Iterator[None]:
     """Hand signals to the ranks in the block, and close the group at its end."""
-    handlers = dict.fromkeys(group.spec.stop_signals, group.handle_stop_signal)
-    if group.spec.is_script:
-        handlers = dict.fromkeys(FORWARDED_SIGNALS, group.forward_signal) | handlers
-    with ExitStack() as at_end:
-        for number in drop_ignored_hangup(handlers):
-            previous = signal.signal(number, handlers[number])
-            at_end.callback(signal.signal, number, previous)
-        at_end.enter_context(closing(group))
+    forwarded = FORWARDED_SIGNALS if group.spec.is_script else ()
+    with (
+        handle_signals(forwarded, group.forward_signal),
+        handle_signals(drop_ignored_hangup(group.spec.stop_signals), group.handle_stop_signal),
+        closing(group),
+    ):
         yield

@@ -17,7 +17,7 @@ from multiprocessing import forkserver
 from typing import Any, TypeVar
 
 from stepladder.launcher.local.local_group import LocalGroup
-from stepladder.launcher.local.supervisor import handle_signals
+from stepladder.launcher.local.supervisor import stopping_on_signals
 from stepladder.rank.lifecycle import exit_now
 
 T = TypeVar("T")
@@ -89,7 +89,7 @@ def open_local_node(group: LocalGroup, nproc: int, max_restarts: int) -> Iterato
     Yields:
         This node, with its number of ranks and of restarts.
     """
-    with handle_signals(group):
+    with stopping_on_signals(group):
         forkserver.ensure_running()
         _prepare_torchelastic()
         yield LocalNode(group, NodeInfo(nproc), max_restarts)

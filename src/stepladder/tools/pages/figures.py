@@ -86,7 +86,7 @@ def make_text(x: float, y: float, text: str, anchor: str = "start", **attributes
     return Mark("text", text, x=x, y=y, text_anchor=anchor, **attributes)
 
 
-def make_swatch(colour: str, **attributes: Any) -> Mark:
+def _make_swatch(colour: str, **attributes: Any) -> Mark:
     """Return the entry of a legend for an area of a colour."""
     return Mark("rect", width=SWATCH_WIDTH, height=SWATCH_HEIGHT, fill=colour, **attributes)
 
@@ -134,7 +134,7 @@ def draw_bars(
     values = [["", *(f"{kind}, {unit}" if unit else kind for kind in colours)]]
     for label, parts in rows.items():
         values.append([label, *(format_amount(parts.get(kind, 0.0)) for kind in colours)])
-    legend = {kind: make_swatch(colour) for kind, colour in colours.items()}
+    legend = {kind: _make_swatch(colour) for kind, colour in colours.items()}
     return Figure(name, marks, TOP + len(rows) * BAR_ROW_HEIGHT, legend, values=values)
 
 
@@ -177,7 +177,7 @@ def draw_heat_map(
     below = TOP + row_height * len(labels) + 16
     marks += _draw_axis_ends(below, "step", x_values[0], x_values[-1])
     legend = {
-        f"{share * hi:.3g} {unit}": make_swatch(HEAT_COLOUR, fill_opacity=share)
+        f"{share * hi:.3g} {unit}": _make_swatch(HEAT_COLOUR, fill_opacity=share)
         for share in (0.25, 0.5, 0.75, 1.0)
     }
     numbers = [["step", *labels]]

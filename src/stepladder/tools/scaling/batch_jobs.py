@@ -11,14 +11,14 @@ import shlex
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from stepladder.core.console import echo
 from stepladder.core.errors import InputError, as_input_error
 from stepladder.core.numbers import format_count
+from stepladder.core.signals import handle_signals
 from stepladder.core.waiting import retry, wait_until
 from stepladder.launcher.batch.cluster import Cluster, open_cluster
 from stepladder.launcher.batch.jobs import CLUSTER_POLL_INTERVAL_S, find_job, submit
@@ -81,7 +81,8 @@ def measure_on_nodes(
         return _wait_for_round(cluster, subject, submitted[number, size])
 
     try:
-        with _interrupt_on_signals():
+        # They end the block as Ctrl-C does.
+        with handle_signals((signal.SIGTERM, signal.SIGHUP), signal.default_int_handler):
             for number, size in list_turns(sizes, rounds):
                 dependency = [f"--dependency=afterany:{job_id}" for job_id in job_ids[-1:]]
                 job_dir = folder / f"{size}-{number}"
@@ -179,13 +180,3 @@ def _cancel_jobs(cluster: Cluster, name: str, job_ids: list[str]) -> None:
         CANCEL_TIMEOUT_S,
         poll_s=CANCEL_POLL_INTERVAL_S,
     )
-
-
-@contextmanager
-def _interrupt_on_signals() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP end the block as Ctrl-C does."""
-    with ExitStack() as stack:
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            previous = signal.signal(number, signal.default_int_handler)
-            stack.callback(signal.signal, number, previous)
-        yield

@@ -29,7 +29,7 @@ from stepladder.core.process_count import validate_process_count
 from stepladder.core.scratch import temporary_folder
 from stepladder.core.settings import TrainRequest
 from stepladder.launcher.local.outcome import BadInput, Failure
-from stepladder.launcher.local.supervisor import handle_signals
+from stepladder.launcher.local.supervisor import stopping_on_signals
 from stepladder.launcher.options import Options
 from stepladder.launcher.run import make_script_group
 from stepladder.launcher.script import Script
@@ -232,7 +232,7 @@ class TimedScript:
                 alone=False,
                 variables={OBSERVER_VARIABLE: env[OBSERVER_VARIABLE]},
             )
-            with handle_signals(group):
+            with stopping_on_signals(group):
                 group.start_single_node(nproc)
                 while not group.poll():
                     if self._is_measured(folder, nproc):
