@@ -34,6 +34,9 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache" / "stepladder"
 
 
+LFS_POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0a\nsize 12345\n"
+
+
 def write_tensor(path: Path, shape: list[float]) -> None:
     entry = {"dtype": "U8", "shape": shape, "data_offsets": [0, 0]}
     write_header(path, json.dumps({"x": entry} if shape != [-1] else {}))
@@ -55,6 +58,9 @@ def write_array(array: Any) -> Callable[[Path], None]:
     ("name", "write", "options", "message"),
     [
         ("a.csv", write_text("x,y,x\n1,2,3\n"), {}, "2 columns of its first line are called 'x'"),
+        ("a.csv", write_text(LFS_POINTER), {}, "only tells Git LFS .* HINT: git lfs pull"),
+        ("a.parquet", write_text("/annex/objects/MD5-s9--a.parquet\n"), {}, "or git-annex where"),
+        ("a.csv", write_text("\n<!DOCTYPE html>\n<html>\n"), {}, "is a page of HTML"),
         ("a.npy", write_array(np.zeros(3, np.longdouble)), {}, r"holds float128 \[3\]"),
         ("a.npy", write_array(np.zeros((3, 0))), {}, "the rows of array hold nothing"),
         ("a.npy", write_array(np.arange(9)), {"block": 0}, r"block=0\. HINT: block= 1 or more"),

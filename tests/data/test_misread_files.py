@@ -13,6 +13,8 @@ from typing import Any
 
 import h5py
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from stepladder.core.errors import InputError
@@ -389,3 +391,40 @@ def test_a_word_is_named_once_and_only_of_the_columns_that_are_read(
     monkeypatch.setenv("RANK", "0")
     open_data(tmp_path / "a.csv")
     assert "record 1 has 'n/a'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("values", "is_named"),
+    [
+        (["0.5", "1700000001"], True),
+        (["0.5", "1700000002.5"], True),
+        (["NaN", "123456789"], True),
+        (["0.5", "16777216"], False),
+        (["0.5", "6.02e23"], False),
+        (["1", "1700000001"], False),
+    ],
+)
+@pytest.mark.parametrize("suffix", ["csv", "jsonl"])
+def test_a_time_or_an_identifier_that_float32_rounds_is_named(
+    values: list[str],
+    is_named: bool,
+    suffix: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = tmp_path / f"a.{suffix}"
+    lines = ["t", *values] if suffix == "csv" else [f'{{"t": {value}}}' for value in values]
+    path.write_text("\n".join(lines))
+    open_data(path, columns=["t"])
+    line = capsys.readouterr().err
+    assert f"{path}: column t is read as float32, which makes " in line or not is_named
+    assert line.count("in record 1. HINT: decode=FUNCTION") == is_named
+    open_data(path, decode=dict)
+    assert not capsys.readouterr().err
+
+
+def test_files_may_differ_in_whether_they_say_that_no_value_is_empty(tmp_path: Path) -> None:
+    for name, is_nullable in (("a", True), ("b", False)):
+        schema = pa.schema([pa.field("x", pa.int64(), nullable=is_nullable)])
+        pq.write_table(pa.table({"x": [1]}, schema=schema), tmp_path / f"{name}.parquet")
+    assert open_data(tmp_path).read(np.arange(2))["x"].tolist() == [1, 1]

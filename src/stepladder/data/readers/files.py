@@ -21,6 +21,9 @@ PIECE_BYTES = 16 << 20
 SAMPLED_BYTES = 1 << 16  # of a piece by which a file is known again
 MAX_SAMPLED_PIECES = 16  # of a file: a megabyte, and all of a smaller file
 ALL_SAMPLED_PIECES = 128  # of all files, but at least two of each
+# What lies in the place of a large file in a repository that was cloned without such files.
+POINTERS = (b"version https://git-lfs.", b"/annex/objects/")
+MAX_POINTER_BYTES = 1024
 MAX_HASHES = 256  # of a data set, in the state of a Loader
 DATA_HINT = "a file, a folder, or a pattern such as 'data/*.parquet'"
 
@@ -61,6 +64,11 @@ class LocalFile:
         # When the file was written last, in nanoseconds since 1970.
         self.modified_ns = status.st_mtime_ns
         self.identity = f"{path.resolve()} {status.st_size} {self.modified_ns}"
+        if self.size < MAX_POINTER_BYTES and self.read(0, self.size).startswith(POINTERS):
+            raise InputError(
+                f"{path} only tells Git LFS or git-annex where the data are",
+                "git lfs pull, or git annex get .",
+            )
 
     def read(self, begin: int, end: int) -> bytes:
         """Return the bytes [begin, end).

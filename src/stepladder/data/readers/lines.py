@@ -45,10 +45,14 @@ WORD_HINT = (
     "correct the file; or open_data(PATH, columns=[NAMES]) without this column, or"
     " decode=FUNCTION, which makes a number of such a value"
 )
+ROUND_HINT = "decode=FUNCTION, which gets the value itself; or smaller numbers, such as differences"
 MAX_HEADER_BYTES = 1 << 20
+WHOLE_IN_FLOAT32 = 1 << 24  # up to which it has all whole numbers
+MAX_WHOLE = 1 << 53  # beyond it are measures such as 6e23, not times and identifiers
 MAX_FIELD_BYTES = (1 << 31) - 1
 UTF_16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 EXCEL_LINE = re.compile(rb'(?:\xef\xbb\xbf)?"?sep=.?"?\r?\n', re.IGNORECASE)
+HTML = re.compile(rb"\s*<(?:!doctype\s+)?html\b", re.IGNORECASE)
 DIGIT = re.compile(r"\d")  # of a text that is a name or a code, such as 12a
 OTHER_DELIMITERS = re.compile(r"[;|\t,]")
 # The limit of a process, which saves nothing here: a field is in memory before it is parsed.
@@ -88,7 +92,7 @@ def _read_head(file: DataFile) -> bytes:
     """Return the first bytes of a text.
 
     Raises:
-        InputError: It is not of UTF-8, has no line break, or its first line is for Excel alone.
+        InputError: It is not of UTF-8, has no line break, is a page of HTML, or is for Excel alone.
     """
     head = file.read(0, min(MAX_HEADER_BYTES, file.size))
     if head[:2] in UTF_16_MARKS or head[:2].count(0) == 1:
@@ -97,6 +101,8 @@ def _read_head(file: DataFile) -> bytes:
     elif b"\r" in head.strip(b"\r") and b"\n" not in head and b"\0" not in head:
         problem = "its lines end with CR alone, as on old Macs"
         command = r"tr '\r' '\n' <"
+    elif HTML.match(head):
+        raise InputError(f"{file.name} is a page of HTML", "download the file itself")
     elif EXCEL_LINE.match(head):
         problem = "its first line has no names: it tells Excel the separator"
         command = "tail -n +2"
@@ -117,10 +123,13 @@ class JsonLinesSource(IndexedSource):
         # The type of each column, by the first records.
         self.types: dict[str, ValueType] = {}
         if options.decode is None:  # which takes values as they are
-            first = list(self.parse_first(options.typed_records).values())
-            for name in options.columns or collect_names(first):
-                values = [sample[name] for sample in first if name in sample]
-                self.types[name] = find_value_type(f"{name} of {files[0].name}", values)
+            first = self.parse_first(options.typed_records)
+            for name in options.columns or collect_names(list(first.values())):
+                values = {row: sample[name] for row, sample in first.items() if name in sample}
+                label = f"{name} of {files[0].name}"
+                self.types[name] = find_value_type(label, list(values.values()))
+                if self.types[name] == ValueType(float):
+                    _report_rounded(self, name, values)
 
     def find_offsets(self, file: DataFile) -> Iterator[IndexArray]:
         """Yield where lines begin, and where the last one ends."""
@@ -289,12 +298,16 @@ class CsvSource(IndexedSource):
         """Return the types of the columns, by the first records and what the caller has set."""
         rows = self.parse_first(options.typed_records)
         types = {name: _find_type([row[name] for row in rows.values()]) for name in self.header}
-        if options.dtypes is None:
-            for name in self.names:
+        given = options.dtypes or {}
+        for name in self.names:
+            if options.dtypes is None:
                 self._report_words(name, rows)
+            if types[name] == FLOAT32 and name not in given:
+                _report_rounded(self, name, {row: float(rows[row][name]) for row in rows})
+        if options.dtypes is None:
             return types
-        select_columns(tuple(options.dtypes), self.header, self.files[0].name)
-        return {name: options.dtypes.get(name, dtype or FLOAT32) for name, dtype in types.items()}
+        select_columns(tuple(given), self.header, self.files[0].name)
+        return {name: given.get(name, dtype or FLOAT32) for name, dtype in types.items()}
 
     def _report_words(self, name: str, rows: dict[int, Sample]) -> None:
         """Print a line on rank 0 if a column is text because of a few words, such as "n/a".
@@ -313,6 +326,23 @@ class CsvSource(IndexedSource):
         problem = f"{file}: column {name} is read as text: most of its values are numbers, but"
         value = rows[words[0]][name]
         _print_once(str(InputError(f"{problem} record {row} has {value!r:.80}", WORD_HINT)))
+
+
+def _report_rounded(source: IndexedSource, name: str, values: dict[int, float]) -> None:
+    """Print a line on rank 0 if float32 changes a large number of a column, such as a time.
+
+    Args:
+        source: Reads the column as float32.
+        name: The column.
+        values: Its first values by the number of the sample.
+    """
+    for index, value in values.items():
+        rounded = float(np.float32(value)) if WHOLE_IN_FLOAT32 < abs(value) < MAX_WHOLE else value
+        if rounded != value == value and is_first_rank():
+            file, row = source.find_record(index)
+            problem = f"{file}: column {name} is read as float32, which makes {rounded:.1f} of"
+            _print_once(str(InputError(f"{problem} {value} in record {row}", ROUND_HINT)))
+            return
 
 
 def _find_type(texts: list[str]) -> np.dtype[Any] | None:

@@ -84,7 +84,7 @@ class TableSource(OpenedSource):
         listed = list(map(list_groups, range(len(files))))
         schema, _ = listed[0]
         for file, (file_schema, groups) in zip(files, listed, strict=True):
-            if not file_schema.equals(schema):
+            if _list_fields(file_schema) != _list_fields(schema):
                 fields = zip_longest(file_schema, schema, fillvalue=pa.field("nothing", pa.null()))
                 found, first = next(pair for pair in fields if pair[0] != pair[1])
                 problem = f"{file.name} has other columns than {files[0].name}"
@@ -211,6 +211,11 @@ class TableSource(OpenedSource):
             offsets = array.offsets.to_numpy(zero_copy_only=False).astype(np.int64)
             return Ragged(values, offsets - offsets[0])
         return values.reshape(len(array), *column.shape)
+
+
+def _list_fields(schema: Any) -> list[Any]:
+    """Return the names and types of columns, whether or not a file says that none is empty."""
+    return [field.with_nullable(True) for field in schema]
 
 
 def _find_empty(part: _TablePart, name: str, array: Any) -> Iterator[Damage]:
