@@ -38,7 +38,7 @@ function lookAtFigure(svg, problems) {
 addEventListener("load", () => {
   const problems = []
   if (document.documentElement.scrollWidth > innerWidth) problems.push(`the page is ${document.documentElement.scrollWidth} wide`)
-  for (const element of document.querySelectorAll("h1, h2, h3, p, li, td, th, figcaption, code, pre, a")) {
+  for (const element of document.querySelectorAll("h1, h2, h3, p, li, td, th, figcaption, code, pre, a, .rows b, .rows > span")) {
     const box = element.getBoundingClientRect()
     if (!canScroll(element) && (box.left < 0 || box.right > innerWidth + 1)) problems.push(`cut: ${element.textContent}`)
     if (element.scrollWidth > element.clientWidth + 1 && element.clientWidth && !canScroll(element) && getComputedStyle(element).display !== "inline") problems.push(`overflows: ${element.textContent}`)

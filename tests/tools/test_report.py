@@ -107,7 +107,7 @@ def test_a_rank_s_own_work_is_told_from_its_wait_for_others(
     text = (tmp_path / "page.html").read_text()
     assert "finished: 16 of 16 steps, 1 start on 2 processes; samples lost 0" in text
     assert re.search(r"rank 1 takes \d+\.\d times as long as the other for its share", text), text
-    drawn = re.findall(r"<svg[^>]*aria-label=\"([^\"]*)", text)
+    drawn = re.findall(r'role="img" aria-label="([^"]*)', text)
     assert drawn == ["loss", "test_mse", "throughput", "time per step and rank", "starts"]
     assert re.search(r"<p>learning rate: [\d.]+ from step 1 to 16\.</p>", text), "a constant"
     busy, waits = (

@@ -1,4 +1,4 @@
-"""Plots as figures: the position of each mark. The template `parts.html` draws them as SVG."""
+"""Plots as figures: marks of an SVG at their positions, or rows of boxes, drawn by `parts.html`."""
 
 from __future__ import annotations
 
@@ -23,14 +23,10 @@ TOP = 12
 BOTTOM = 40
 PLOT_RIGHT = WIDTH - RIGHT
 PLOT_BOTTOM = HEIGHT - BOTTOM
-PLOT_WIDTH = WIDTH - LEFT - RIGHT
-BARS_LEFT = 130
-BARS_RIGHT = 90
-MAX_BAR_WIDTH = WIDTH - BARS_LEFT - BARS_RIGHT
-BAR_ROW_HEIGHT = 26
-SPAN_ROW_HEIGHT = 24
+ROW_HEIGHT = 22
 MAX_HEAT_MAP_HEIGHT = 360
 MAX_HEAT_MAP_LABELS = 16
+MIN_SPAN_WIDTH = 0.004  # of the row: one start may be of one step
 NUM_TICKS = 5
 LETTER_WIDTH = 10  # at most, where the page is narrow
 SWATCH_WIDTH = 22
@@ -65,19 +61,46 @@ class Mark:
 
 
 @dataclass(frozen=True)
-class Figure:
-    """A picture of marks. The name is its alt text, and the title above it.
+class Box:
+    """A coloured part of a row. Both lengths are shares of the row's width.
 
-    A figure without marks has a note in their place, or says that nothing was recorded. The legend
-    has a swatch for each kind of mark. The values are a table below it, with its head as the first
-    row: for keys and for those who see no picture.
+    The title is shown when the pointer is over it, the text where there is room for it.
+    """
+
+    left: float
+    width: float
+    colour: str
+    title: str
+    text: str = ""
+    opacity: float = 1.0
+
+
+@dataclass(frozen=True)
+class Row:
+    """Boxes in one line, with a text on either side."""
+
+    label: str
+    boxes: Sequence[Box]
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A picture of marks, or of rows, which the browser lays out.
+
+    The name is its alt text, and the title above it. A figure without both has a note in their
+    place, or says that nothing was recorded. The ends are written below the first and the last
+    position of the rows. The legend has a swatch for each kind of mark. The values are a table
+    below it, with its head as the first row: for keys and for those who see no picture.
     """
 
     name: str
-    marks: list[Mark]
-    height: float
+    marks: Sequence[Mark] = ()
+    height: float = 0
+    rows: Sequence[Row] = ()
+    row_height: float = ROW_HEIGHT
+    ends: Sequence[str] = ()
     legend: Mapping[str, Mark] = field(default_factory=dict)
-    width: int = WIDTH
     note: str = ""
     values: Sequence[Sequence[str]] = ()
 
@@ -106,36 +129,22 @@ def draw_bars(
     """
     rows = {label: {k: v for k, v in parts.items() if v} for label, parts in rows.items()}
     colours = {kind: colours[kind] for parts in rows.values() for kind in parts}
-    sums = [sum(parts.values()) for parts in rows.values()]
-    max_sum = max(sums, default=0.0) or 1.0
-    marks: list[Mark] = []
-    for index, (label, parts) in enumerate(rows.items()):
-        y = TOP + index * BAR_ROW_HEIGHT
-        marks.append(make_text(BARS_LEFT - 8.0, y + 14, label, "end"))
-        x = float(BARS_LEFT)
+    max_sum = max((sum(parts.values()) for parts in rows.values()), default=0.0) or 1.0
+    bars = []
+    for label, parts in rows.items():
+        boxes = []
+        left = 0.0
         for kind, amount in parts.items():
-            width = amount / max_sum * MAX_BAR_WIDTH
             number = format_amount(amount)
-            part = Mark(
-                "rect",
-                title=f"{kind}: {number} {unit}",
-                x=x,
-                y=y,
-                width=width,
-                height=BAR_ROW_HEIGHT - 8,
-                fill=colours[kind],
-            )
-            marks.append(part)
-            if width > len(number) * LETTER_WIDTH:
-                marks.append(make_text(x + width / 2, y + 13, number, "middle", class_="on"))
-            x += width
-        if unit:
-            marks.append(make_text(x + 6, y + 14, f"{format_amount(sum(parts.values()))} {unit}"))
+            width = amount / max_sum
+            boxes.append(Box(left, width, colours[kind], f"{kind}: {number} {unit}", number))
+            left += width
+        bars.append(Row(label, boxes, f"{format_amount(sum(parts.values()))} {unit}" * bool(unit)))
     values = [["", *(f"{kind}, {unit}" if unit else kind for kind in colours)]]
     for label, parts in rows.items():
         values.append([label, *(format_amount(parts.get(kind, 0.0)) for kind in colours)])
     legend = {kind: _make_swatch(colour) for kind, colour in colours.items()}
-    return Figure(name, marks, TOP + len(rows) * BAR_ROW_HEIGHT, legend, values=values)
+    return Figure(name, rows=bars, legend=legend, values=values)
 
 
 def format_amount(amount: float) -> str:
@@ -152,71 +161,48 @@ def draw_heat_map(
     """
     finite = values[np.isfinite(values)]
     hi = float(finite.max()) if finite.size else 1.0
-    row_height = min(22.0, MAX_HEAT_MAP_HEIGHT / len(labels))
-    column_width = PLOT_WIDTH / len(x_values)
-    label_step = 1
-    if len(labels) > MAX_HEAT_MAP_LABELS:
-        label_step = len(labels) // MAX_HEAT_MAP_LABELS + 1
-    marks = [
-        make_text(LEFT - 6, TOP + row_height * (row + 0.7), labels[row], "end")
-        for row in range(0, len(labels), label_step)
-    ]
-    for row, column in np.argwhere(np.isfinite(values)):
-        value = values[row, column]
-        cell = Mark(
-            "rect",
-            title=f"{labels[row]}, step {x_values[column]:g}: {value:.3g} {unit}",
-            x=LEFT + column * column_width,
-            y=TOP + row * row_height,
-            width=column_width + 0.3,
-            height=row_height - 1,
-            fill=HEAT_COLOUR,
-            fill_opacity=f"{value / (hi or 1):.2f}",
-        )
-        marks.append(cell)
-    below = TOP + row_height * len(labels) + 16
-    marks += _draw_axis_ends(below, "step", x_values[0], x_values[-1])
-    legend = {
-        f"{share * hi:.3g} {unit}": _make_swatch(HEAT_COLOUR, fill_opacity=share)
-        for share in (0.25, 0.5, 0.75, 1.0)
-    }
+    label_step = -(-len(labels) // MAX_HEAT_MAP_LABELS)
+    width = 1 / len(x_values)
+    rows = []
+    for number, (label, row) in enumerate(zip(labels, values, strict=True)):
+        cells = [
+            Box(
+                column * width,
+                width,
+                HEAT_COLOUR,
+                f"{label}, step {x_values[column]:g}: {row[column]:.3g} {unit}",
+                opacity=row[column] / (hi or 1),
+            )
+            for column in np.flatnonzero(np.isfinite(row))
+        ]
+        rows.append(Row("" if number % label_step else label, cells))
     numbers = [["step", *labels]]
     for column, x in enumerate(x_values):
         texts = [f"{value:.3g}".replace("nan", "-") for value in values[:, column]]
         numbers.append([f"{x:g}", *texts])
-    return Figure(name, marks, int(below) + 8, legend, values=numbers)
+    return Figure(
+        name,
+        rows=rows,
+        row_height=min(ROW_HEIGHT, MAX_HEAT_MAP_HEIGHT / len(labels)),
+        ends=(f"step {x_values[0]:g}", f"step {x_values[-1]:g}"),
+        legend={
+            f"{share * hi:.3g} {unit}": _make_swatch(HEAT_COLOUR, fill_opacity=share)
+            for share in (0.25, 0.5, 0.75, 1.0)
+        },
+        values=numbers,
+    )
 
 
 def draw_spans(name: str, rows: Sequence[tuple[str, float, float, str]], x_name: str) -> Figure:
-    """Draw a horizontal bar per row (label, first, last, text inside) over a common axis."""
+    """Draw a horizontal bar per row (label, first, last, text beside it) over a common axis."""
     first = min(row[1] for row in rows)
     last = max(row[2] for row in rows)
-    x_scale = make_scale(first, last, LEFT, PLOT_RIGHT)
-    marks = []
-    for index, (label, lo, hi, text) in enumerate(rows):
-        x = x_scale(lo)
-        y = TOP + index * SPAN_ROW_HEIGHT
-        width = max(2.0, x_scale(hi) - x)
-        bar = Mark(
-            "rect",
-            title=text,
-            x=x,
-            y=y,
-            width=width,
-            height=SPAN_ROW_HEIGHT - 6,
-            fill=SPAN_COLOUR,
-            fill_opacity="0.6",
-        )
-        marks.append(make_text(LEFT - 6, y + 14, label, "end"))
-        marks.append(bar)
-        # The text grows to the right in the left half of the picture, and to the left in the other.
-        if x < WIDTH / 2:
-            marks.append(make_text(x + 4, y + 13, text, "start"))
-        else:
-            marks.append(make_text(x + width - 4, y + 13, text, "end"))
-    below = TOP + len(rows) * SPAN_ROW_HEIGHT + 14
-    marks += _draw_axis_ends(below, x_name, first, last)
-    return Figure(name, marks, below + 8)
+    scale = make_scale(first, last, 0, 1)
+    spans = []
+    for label, lo, hi, text in rows:
+        width = max(MIN_SPAN_WIDTH, scale(hi) - scale(lo))
+        spans.append(Row(label, [Box(scale(lo), width, SPAN_COLOUR, text)], text))
+    return Figure(name, rows=spans, ends=(f"{x_name} {first:g}", f"{x_name} {last:g}"))
 
 
 def choose_ticks(lo: float, hi: float) -> list[float]:
@@ -232,14 +218,6 @@ def choose_ticks(lo: float, hi: float) -> list[float]:
 
     choices = [get_ticks(base * factor) for factor in (10, 5, 2, 1)]
     return min(choices, key=lambda ticks: abs(len(ticks) - NUM_TICKS))
-
-
-def _draw_axis_ends(y: float, x_name: str, first: float, last: float) -> list[Mark]:
-    """Return the labels of both ends of an axis without ticks."""
-    return [
-        make_text(LEFT, y, f"{x_name} {first:g}"),
-        make_text(PLOT_RIGHT, y, f"{x_name} {last:g}", "end"),
-    ]
 
 
 def assign_colours(kinds: Collection[str]) -> dict[str, str]:

@@ -74,12 +74,12 @@ def draw_lines(
     """
     series = {label: thin_points(points) for label, points in series.items() if points}
     if all(len(points) == 1 for points in series.values()):
-        return Figure(name, [], 0, note=_describe_points(series, x_name))
+        return Figure(name, note=_describe_points(series, x_name))
     all_points = np.array([point for points in series.values() for point in points], dtype=float)
     first, lowest = all_points.min(0)
     last, highest = all_points.max(0)
     if lowest == highest:
-        return Figure(name, [], 0, note=f"{lowest:.6g} from {x_name} {first:g} to {last:g}")
+        return Figure(name, note=f"{lowest:.6g} from {x_name} {first:g} to {last:g}")
     if x_range:
         first, last = x_range
     x_scale = make_scale(first, last, LEFT, PLOT_RIGHT)
@@ -101,7 +101,7 @@ def draw_lines(
     values = [[x_name, *series], *_read_values(series)]
     marks += _make_hover_bands(values, x_scale)
     marks += event_marks  # last, as the bands would hide their titles from the pointer
-    return Figure(name, marks, HEIGHT, legend if len(series) > 1 else {}, values=values)
+    return Figure(name, marks, HEIGHT, legend=legend if len(series) > 1 else {}, values=values)
 
 
 def _draw_curve(pixels: Points, colour: str, dashes: str, has_dots: bool) -> list[Mark]:

@@ -280,7 +280,7 @@ def compare_ranks(times: RankTimes) -> dict[str, object] | None:
         for label, phases in zip(labels, milliseconds.tolist(), strict=True)
     ]
     busy_ms = 1e3 * compute_busy_time(cells)
-    heat_map = Figure("time per step and rank", [], 0, note="one window, which the table shows")
+    heat_map = Figure("time per step and rank", note="one window, which the table shows")
     if len(times.last_steps) > 1:
         heat_map = draw_heat_map(heat_map.name, labels, times.last_steps, busy_ms, "ms")
     return {
