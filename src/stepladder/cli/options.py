@@ -84,9 +84,13 @@ class JobCommand(click.Command):
         if name is not None:
             parse_path("job", name)
             self.job = self.find(name)
-            self.job_fields = tuple(read_config_fields(self.job))
-            _validate_config_flags(self.job, self.job_fields, self.params)
+            self.add_job_flags(ctx)
         return super().parse_args(ctx, args)
+
+    def add_job_flags(self, ctx: click.Context) -> None:
+        """Add the flags of the job's Config."""
+        self.job_fields = tuple(read_config_fields(self.job))
+        _validate_config_flags(self.job, self.job_fields, self.params)
 
     def find(self, name: str) -> Path:
         """Return the path of a job."""
@@ -201,19 +205,17 @@ class JobOrScript(JobCommand):
     is_script = False
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Find out whether the arguments name a job or a script, and parse them."""
+        """Parse the arguments of a job or of a script."""
         self.is_script = False
-        name = self._find_job_name(ctx, args)
-        if name is None:
-            return super().parse_args(ctx, args)
-        path = self.find(str(parse_path("job", name)))
-        if has_build(path):
-            return super().parse_args(ctx, args)
-        self.is_script = True
-        self.job = path
-        self.job_fields = ()
-        ctx.ignore_unknown_options = True
-        return click.Command.parse_args(self, ctx, args)
+        return super().parse_args(ctx, args)
+
+    def add_job_flags(self, ctx: click.Context) -> None:
+        """Add the flags of a job's Config, or let a script have any flags."""
+        self.is_script = not has_build(self.job)
+        if self.is_script:
+            ctx.ignore_unknown_options = True
+        else:
+            super().add_job_flags(ctx)
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
         """Return the command's parameters, for a script without those for jobs only."""
