@@ -36,7 +36,7 @@ from stepladder.tools.pages.figures import (
     draw_heat_map,
     draw_spans,
 )
-from stepladder.tools.pages.line_chart import ChartEvent, draw_lines, thin_points
+from stepladder.tools.pages.line_chart import ChartEvent, draw_lines
 from stepladder.tools.pages.page import make_environment
 from stepladder.tools.report.live import Follower, describe
 from stepladder.tools.report.record import RunStart, read_run
@@ -304,11 +304,6 @@ def test_ticks_are_round_and_within() -> None:
     assert choose_ticks(0, 1) == [0, 0.2, 0.4, 0.6, 0.8, 1]
     assert choose_ticks(0.98, 0.9923) == [0.98, 0.985, 0.99]
     assert choose_ticks(3, 3) == [3]
-
-
-def test_a_long_curve_is_thinned_to_means() -> None:
-    points = thin_points([(float(i), float(i % 2)) for i in range(10_000)])
-    assert len(points) == 400 and all(0.4 < y < 0.6 for _, y in points)
 
 
 @pytest.mark.parametrize(

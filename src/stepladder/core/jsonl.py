@@ -131,6 +131,13 @@ class JsonlReader:
         self._line_number = 0
         return True
 
+    def read_joined(self, key: str) -> dict[Any, Line]:
+        """Return the new lines by the value that each has for a key; those of one value as one."""
+        joined: dict[Any, Line] = {}
+        for line in self.read_new():
+            joined.setdefault(line.pop(key), {}).update(line)
+        return joined
+
     def read_new(self) -> Iterator[Line]:
         """Yield the valid lines that were added since the last call; none without the file.
 

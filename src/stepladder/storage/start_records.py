@@ -67,11 +67,9 @@ def describe_command(argv: list[str]) -> str:
 
 def read_start_records(run_dir: Path) -> dict[int, StartRecord]:
     """Return the start of each attempt. Damaged lines are left out."""
-    fields: dict[int, Line] = {}
-    for line in JsonlReader(run_dir / STARTS_FILE, _has_attempt).read_new():
-        fields.setdefault(line.pop("attempt"), {}).update(line)
+    reader = JsonlReader(run_dir / STARTS_FILE, _has_attempt)
     records = {}
-    for attempt, values in fields.items():
+    for attempt, values in reader.read_joined("attempt").items():
         with suppress(ValueError):
             records[attempt] = convert(values, StartRecord)
     return records

@@ -29,7 +29,6 @@ from stepladder.tools.pages.figures import (
     make_text,
 )
 
-MAX_PLOT_POINTS = 400  # of a curve: more than pixels can show
 MAX_HOVER_BANDS = 120
 DASHES = ("none", "7 3", "2 3", "10 3 2 3")  # of curves in turn: colours are not all there is
 EVENT_COLOUR = "var(--muted)"
@@ -72,7 +71,7 @@ def draw_lines(
         events: What happened, drawn as lines from top to bottom.
         x_range: The first and the last position of the x axis; None for those of the points.
     """
-    series = {label: thin_points(points) for label, points in series.items() if points}
+    series = {label: points for label, points in series.items() if points}
     if all(len(points) == 1 for points in series.values()):
         return Figure(name, note=_describe_points(series, x_name))
     all_points = np.array([point for points in series.values() for point in points], dtype=float)
@@ -232,11 +231,3 @@ def _make_note(x: float, rows: Sequence[str]) -> list[Mark]:
         for index, row in enumerate(rows)
     ]
     return [Mark("path", d=f"M{x:.1f} {TOP}V{PLOT_BOTTOM}", stroke="currentColor"), *texts]
-
-
-def thin_points(points: Points) -> Points:
-    """Return at most MAX_PLOT_POINTS points, each the mean of its neighbours."""
-    if len(points) <= MAX_PLOT_POINTS:
-        return points
-    parts = np.array_split(np.array(points, dtype=float), MAX_PLOT_POINTS)
-    return [tuple(part.mean(0)) for part in parts]

@@ -20,7 +20,7 @@ from typing import Any
 
 from stepladder.core.console import print_message
 from stepladder.core.errors import BAD_INPUT, FAILED, InputError, as_input_error
-from stepladder.core.jsonl import JsonlReader, Line, format_line, open_for_append
+from stepladder.core.jsonl import JsonlReader, format_line, open_for_append
 from stepladder.core.masking import mask_command
 from stepladder.core.typed_file import convert, open_to_read
 from stepladder.storage.run_dir_access import validate_run_dir_writable
@@ -122,12 +122,9 @@ def read_launches(run_dir: Path) -> tuple[list[LaunchRecord], list[str]]:
     Raises InputError if there is no launch.
     """
     reader = JsonlReader(run_dir / LAUNCHES_FILE, lambda line: isinstance(line.get("launch"), str))
-    fields_by_key: dict[str, Line] = {}
-    for line in reader.read_new():
-        fields_by_key.setdefault(line.pop("launch"), {}).update(line)
     launches = []
     damage = ""
-    for fields in fields_by_key.values():
+    for fields in reader.read_joined("launch").values():
         try:
             launches.append(convert(fields, LaunchRecord))
         except ValueError as error:
