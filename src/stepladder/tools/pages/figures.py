@@ -61,7 +61,7 @@ class Mark:
 
 
 @dataclass(frozen=True)
-class Box:
+class _Box:
     """A coloured part of a row. Both lengths are shares of the row's width.
 
     The title is shown when the pointer is over it, the text where there is room for it.
@@ -76,11 +76,11 @@ class Box:
 
 
 @dataclass(frozen=True)
-class Row:
+class _BoxRow:
     """Boxes in one line, with a text on either side."""
 
     label: str
-    boxes: Sequence[Box]
+    boxes: Sequence[_Box]
     note: str = ""
 
 
@@ -97,7 +97,7 @@ class Figure:
     name: str
     marks: Sequence[Mark] = ()
     height: float = 0
-    rows: Sequence[Row] = ()
+    rows: Sequence[_BoxRow] = ()
     row_height: float = ROW_HEIGHT
     ends: Sequence[str] = ()
     legend: Mapping[str, Mark] = field(default_factory=dict)
@@ -137,9 +137,10 @@ def draw_bars(
         for kind, amount in parts.items():
             number = format_amount(amount)
             width = amount / max_sum
-            boxes.append(Box(left, width, colours[kind], f"{kind}: {number} {unit}", number))
+            boxes.append(_Box(left, width, colours[kind], f"{kind}: {number} {unit}", number))
             left += width
-        bars.append(Row(label, boxes, f"{format_amount(sum(parts.values()))} {unit}" * bool(unit)))
+        note = f"{format_amount(sum(parts.values()))} {unit}" if unit else ""
+        bars.append(_BoxRow(label, boxes, note))
     values = [["", *(f"{kind}, {unit}" if unit else kind for kind in colours)]]
     for label, parts in rows.items():
         values.append([label, *(format_amount(parts.get(kind, 0.0)) for kind in colours)])
@@ -164,18 +165,19 @@ def draw_heat_map(
     label_step = -(-len(labels) // MAX_HEAT_MAP_LABELS)
     width = 1 / len(x_values)
     rows = []
-    for number, (label, row) in enumerate(zip(labels, values, strict=True)):
+    for number, (label, row) in enumerate(zip(labels, values.tolist(), strict=True)):
         cells = [
-            Box(
+            _Box(
                 column * width,
                 width,
                 HEAT_COLOUR,
-                f"{label}, step {x_values[column]:g}: {row[column]:.3g} {unit}",
-                opacity=row[column] / (hi or 1),
+                f"{label}, step {x:g}: {value:.3g} {unit}",
+                opacity=value / (hi or 1),
             )
-            for column in np.flatnonzero(np.isfinite(row))
+            for column, (x, value) in enumerate(zip(x_values, row, strict=True))
+            if np.isfinite(value)
         ]
-        rows.append(Row("" if number % label_step else label, cells))
+        rows.append(_BoxRow("" if number % label_step else label, cells))
     numbers = [["step", *labels]]
     for column, x in enumerate(x_values):
         texts = [f"{value:.3g}".replace("nan", "-") for value in values[:, column]]
@@ -201,7 +203,7 @@ def draw_spans(name: str, rows: Sequence[tuple[str, float, float, str]], x_name:
     spans = []
     for label, lo, hi, text in rows:
         width = max(MIN_SPAN_WIDTH, scale(hi) - scale(lo))
-        spans.append(Row(label, [Box(scale(lo), width, SPAN_COLOUR, text)], text))
+        spans.append(_BoxRow(label, [_Box(scale(lo), width, SPAN_COLOUR, text)], text))
     return Figure(name, rows=spans, ends=(f"{x_name} {first:g}", f"{x_name} {last:g}"))
 
 
