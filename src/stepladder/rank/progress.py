@@ -134,6 +134,11 @@ class RankProgress:
     recent: tuple[tuple[int, tuple[CallSite, int]], ...] = ()
     group: int = 0
 
+    def find_call(self, number: int) -> CallSite | None:
+        """Return the call site of a collective, if the rank remembers it."""
+        recorded = self.find_collective(number)
+        return recorded and recorded[0]
+
     def find_collective(self, number: int) -> tuple[CallSite, int] | None:
         """Return the call site and the size of a collective, if the rank remembers it."""
         return dict(self.recent).get(number)

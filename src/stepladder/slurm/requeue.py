@@ -11,7 +11,7 @@ import re
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from enum import StrEnum
 from glob import iglob
@@ -423,19 +423,10 @@ def _list_ends(job: JobInfo, folder: Path) -> list[dict[str, Any]]:
     if missing:
         reasons = find_ends_by_slurm(Path(job.output))
         for number in missing:
-            ends[number] = {
-                "job": job.job,
-                "restart": number,
-                # Slurm prints nothing if the node of the batch script has lost power.
-                "reason": reasons.get(number, "node failure, or requeue"),
-                "requeued": True,
-                "step": None,
-                "saves": None,
-                "code": None,
-                "lost": [],
-                "time": None,
-                "text": "",
-            }
+            # Slurm prints nothing if the node of the batch script has lost power.
+            reason = reasons.get(number, "node failure, or requeue")
+            end = RequeueRecord(number, reason, True, step=None, code=None, lost=[], time=None)
+            ends[number] = {"job": job.job, **asdict(end)}
     return [ends[number] for number in sorted(ends)]
 
 

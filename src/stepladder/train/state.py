@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
 import torch
@@ -212,18 +212,13 @@ class TrainState:
             EPOCH_SUMS: (self.epoch_loss, self.epoch_count),
             METRICS: self.metrics,
             TRAIN_LOSS: self.train_loss,
-            BEST: self._best_as_tuple(),
+            BEST: self.best and astuple(self.best),
             NEXT_VALUES: self.next_values,
         }
         if self.average is not None:
             # Rows of the average are among the slices.
             state[AVERAGE] = {} if self.layout.gathers_weights else self.average.values
         return state
-
-    def _best_as_tuple(self) -> tuple[str, float, int] | None:
-        if self.best is None:
-            return None
-        return self.best.metric, self.best.value, self.best.step
 
     def _schedule_states(self) -> Any:
         """Return the state of each schedule; of a single one not in a list, as older runs have."""

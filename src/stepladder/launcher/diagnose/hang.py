@@ -68,10 +68,9 @@ def _describe_last_position(status: RankStatus) -> str:
     if status.frame:
         return f"{step}, {status.describe_position()}"
     count = status.progress.num_collectives
-    recorded = status.progress.find_collective(count)
-    if recorded is None:
+    site = status.progress.find_call(count)
+    if site is None:
         return step
-    site, _ = recorded
     return f"{step}, after {site.name} {count} ({site})"
 
 
@@ -148,10 +147,9 @@ def _find_behind(statuses: Sequence[RankStatus]) -> Explanation | None:
     if all(status.progress.awaited for status in behind):
         return None
     ahead = next(status for status in statuses if status.progress.num_collectives == max_count)
-    recorded = ahead.progress.find_collective(min_count + 1)
+    site = ahead.progress.find_call(min_count + 1)
     name = "collective"
-    if recorded is not None:
-        site, _ = recorded
+    if site is not None:
         name = site.name
     verb = _inflect(behind, "has", "have")
     sentence = (
@@ -261,10 +259,9 @@ def _describe_awaited(status: RankStatus) -> str:
     """Return the collective that a rank waits in, with its number, step and line."""
     number = status.progress.awaited
     step = describe_step([status])
-    recorded = status.progress.find_collective(number)
-    if recorded is None:
+    site = status.progress.find_call(number)
+    if site is None:
         return f"collective {number}{step}"
-    site, _ = recorded
     return f"{site.name} {number}{step} ({site})"
 
 

@@ -152,10 +152,9 @@ class RankStatus:
 
     def _describe_last_collective(self) -> str:
         count = self.progress.num_collectives
-        recorded = self.progress.find_collective(count)
-        if recorded is None:
+        site = self.progress.find_call(count)
+        if site is None:
             return "at an unknown position"
-        site, _ = recorded
         return f"past {site.name} {count}, called by {site}"
 
     def find_slow_worker(self) -> tuple[int, Frame] | None:

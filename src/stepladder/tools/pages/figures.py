@@ -139,7 +139,9 @@ def draw_bars(
             width = amount / max_sum
             boxes.append(_Box(left, width, colours[kind], f"{kind}: {number} {unit}", number))
             left += width
-        note = f"{format_amount(sum(parts.values()))} {unit}" if unit else ""
+        note = ""
+        if unit:
+            note = f"{format_amount(sum(parts.values()))} {unit}"
         bars.append(_BoxRow(label, boxes, note))
     values = [["", *(f"{kind}, {unit}" if unit else kind for kind in colours)]]
     for label, parts in rows.items():

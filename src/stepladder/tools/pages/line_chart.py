@@ -97,10 +97,12 @@ def draw_lines(
         marks += _draw_curve(pixels, colours[label], dashes, has_dots)
         swatch = _draw_curve(SWATCH_LINE, colours[label], dashes, has_dots=False)
         legend[label] = Mark("g", children=swatch)
+    if len(series) == 1:
+        legend.clear()
     values = [[x_name, *series], *_read_values(series)]
     marks += _make_hover_bands(values, x_scale)
     marks += event_marks  # last, as the bands would hide their titles from the pointer
-    return Figure(name, marks, HEIGHT, legend=legend if len(series) > 1 else {}, values=values)
+    return Figure(name, marks, HEIGHT, legend=legend, values=values)
 
 
 def _draw_curve(pixels: Points, colour: str, dashes: str, has_dots: bool) -> list[Mark]:

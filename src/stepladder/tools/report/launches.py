@@ -23,6 +23,7 @@ from stepladder.core.errors import BAD_INPUT, FAILED, InputError, as_input_error
 from stepladder.core.jsonl import JsonlReader, format_line, open_for_append
 from stepladder.core.masking import mask_command
 from stepladder.core.typed_file import convert, open_to_read
+from stepladder.storage.lock import try_lock
 from stepladder.storage.run_dir_access import validate_run_dir_writable
 from stepladder.storage.run_files import CONFIG_FILE
 from stepladder.tools.probe.attach import make_listener_variables, temporary_environment
@@ -142,11 +143,8 @@ def read_launches(run_dir: Path) -> tuple[list[LaunchRecord], list[str]]:
 
 def _is_running(run_dir: Path) -> bool:
     """Return whether a launcher holds the lock; the kernel releases that of a killed process."""
-    with open_to_read(run_dir / LAUNCHES_FILE) as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            return isinstance(error, BlockingIOError)
+    with open_to_read(run_dir / LAUNCHES_FILE) as file, suppress(OSError):
+        return not try_lock(file.fileno())
     return False
 
 
