@@ -2067,3 +2067,12 @@ def rate_by_a_method_that_counts_its_calls() -> Job:
     made = job()
     rate = Warmth().rate
     return replace(made, schedule=torch.optim.lr_scheduler.LambdaLR(made.optimizer, rate))
+
+
+@kind(refused="state_dict of LambdaLR: 'builtin_function_or_method' object has no attribute")
+def rate_that_a_list_holds() -> Job:
+    made = job()
+    rates = [0.97**step for step in range(999)]
+    return replace(
+        made, schedule=torch.optim.lr_scheduler.LambdaLR(made.optimizer, rates.__getitem__)
+    )

@@ -135,6 +135,11 @@ class WantsAnEpoch:
         (halve_on_plateau(), {"best": ("error", "min")}, "watches error, but .* evaluates nothing"),
         (lambda _: WantsAnEpoch(), {}, "a step of WantsAnEpoch wants epoch"),
         (lambda _: StoresNothing(), {}, "schedule of the Job is <.*StoresNothing"),
+        (
+            lambda optimizer: lr_scheduler.LambdaLR(optimizer, ([1.0] * 99).__getitem__),
+            {},
+            "state_dict of LambdaLR: .* no attribute '__dict__'",
+        ),
     ],
 )
 def test_a_schedule_that_cannot_be_stepped_is_refused_before_anything_is_written(

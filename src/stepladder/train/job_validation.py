@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from stepladder.core.errors import InputError, to_one_line
+from stepladder.core.errors import InputError, as_input_error, to_one_line
 from stepladder.train.build_errors import validate_unwrapped
 from stepladder.train.job import Job
 from stepladder.train.optimizers import is_plateau, list_optimizers
@@ -169,10 +169,11 @@ def validate_closures(job: Job) -> None:
 
 
 def validate_schedules(job: Job) -> None:
-    """Check that each schedule can be stepped.
+    """Check that each schedule can be stepped and saved.
 
     Raises:
-        InputError: A step wants what only the job knows, or ReduceLROnPlateau has no metric.
+        InputError: A step wants what only the job knows, ReduceLROnPlateau has no metric, or the
+            state cannot be read, as where LambdaLR calls an object without `__dict__`.
     """
     for schedule in job.schedules:
         if is_plateau(schedule):
@@ -186,6 +187,9 @@ def validate_schedules(job: Job) -> None:
                 f"a step of {type(schedule).__name__} wants {', '.join(wanted)}",
                 "a schedule whose step() wants nothing, or ReduceLROnPlateau",
             )
+        problem = f"state_dict of {type(schedule).__name__}"
+        with as_input_error(problem, "a function of the step", (AttributeError, TypeError)):
+            schedule.state_dict()
 
 
 def _validate_plateau(schedule: Any, job: Job) -> None:
