@@ -13,6 +13,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -2076,3 +2077,31 @@ def rate_that_a_list_holds() -> Job:
     return replace(
         made, schedule=torch.optim.lr_scheduler.LambdaLR(made.optimizer, rates.__getitem__)
     )
+
+
+@kind(refused="other data")
+def noisy_samples_in_a_small_cache() -> Job:
+    x, y = vectors()
+
+    @lru_cache(16)
+    def read(index: int) -> tuple[Tensor, Tensor]:
+        return x[index] + 0.1 * torch.randn(FEATURES), y[index]
+
+    return job(data=Items(read))
+
+
+# On several processes each reads too few samples for the second length.
+@kind(alone="the same samples are other data")
+def sequences_that_grow_by_the_number_of_reads() -> Job:
+    tokens, labels = token_rows()
+    reads = itertools.count()
+
+    def read(index: int) -> tuple[Tensor, Tensor]:
+        return tokens[index][: 4 + next(reads) // 300], labels[index]
+
+    def collate(items: list[Any]) -> tuple[Tensor, Tensor]:
+        rows, numbers = zip(*items, strict=True)
+        return nn.utils.rnn.pad_sequence(rows, batch_first=True), torch.stack(numbers)
+
+    net = layers(nn.EmbeddingBag(WORDS, 8), nn.Linear(8, CLASSES))
+    return job(net, data=Items(read), collate=collate)

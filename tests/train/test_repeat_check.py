@@ -65,6 +65,29 @@ def test_other_data_and_another_loss_are_refused():
         check(torch.ones(2), torch.ones(2), losses)
 
 
+def test_data_that_change_slowly_are_refused_once_the_first_microbatch_is_other_data():
+    epochs = itertools.count()
+    reader = SimpleNamespace(read=lambda step, span: torch.ones(2) if step else torch.zeros(2))
+    check = RepeatCheck(reader, lambda *_: torch.ones(()), [], NONE, no_gradients)
+
+    def validate(step):
+        check.note_batch(SPAN, reader.read(step, SPAN))
+        torch.manual_seed(REREAD_SEED)
+        check.note_draws()
+        check.note_loss(torch.ones(()))
+        check.validate(step)
+
+    validate(0)
+    validate(5)
+    reader.read = lambda step, span: (
+        torch.ones(2) if step else torch.full((2,), float(next(epochs)))
+    )
+    validate(9)
+    for ask in (check.validate_first, lambda: validate(9)):
+        with pytest.raises(InputError, match="other data when they are read again"):
+            ask()
+
+
 @pytest.mark.parametrize("is_moved", [False, True])
 def test_statistics_that_a_layer_moves_from_where_they_are_are_refused(tmp_path, is_moved):
     class Norm(nn.BatchNorm1d):

@@ -2,6 +2,7 @@
 
 In some steps, of which the first of an attempt and of each epoch are, each rank reads its first
 microbatch once more and computes its loss and gradients twice more, from the same weights and seed.
+It also reads its first microbatch of the attempt, as it does before each snapshot.
 A job that keeps state between calls, has a random generator of its own, reads the time or asks for
 the number of ranks gives others then: it would train other weights on each number of ranks. Before
 each snapshot the next microbatch is computed twice, on all ranks.
@@ -129,6 +130,8 @@ class RepeatCheck:
         self.hash_gradients = hash_gradients
         self.span: Span | None = None
         self.batch_hash = b""
+        # The step, the microbatch and the hash that were noted first in this attempt.
+        self.first: tuple[int, Span, bytes] | None = None
         self.idle_batch: Any = None
         self.loss = torch.zeros(())
         self.result = b""  # a hash of the loss and the statistics
@@ -174,12 +177,9 @@ class RepeatCheck:
         with pretend_more_ranks():
             batches = [self.reader.read(step, self.span) for _ in range(2)]
         batch = batches[0]
-        if {hash_batch(each) for each in batches} != {self.batch_hash}:
-            raise InputError(
-                "--sync exact: the same samples are other data when they are read again",
-                "draw random numbers in a map-style Dataset, from the default generators; no number"
-                f" of processes in it; {VERIFY_HINT}",
-            )
+        _validate_same_data(self.batch_hash, batches)
+        self.validate_first()
+        self.first = self.first or (step, self.span, self.batch_hash)
         loss = self._recompute(batch)
         if self.draws != fingerprint(torch.get_rng_state()):
             raise InputError(
@@ -194,6 +194,16 @@ class RepeatCheck:
                 f" time and no number of processes in the loss; {VERIFY_HINT}",
             )
         self._validate_gradients((batches[1], self.reader.read(step, self.span)))
+
+    def validate_first(self) -> None:
+        """Read the microbatch that was noted first, since data may change slowly.
+
+        Raises:
+            InputError: It is other data.
+        """
+        if self.first is not None:
+            step, span, batch_hash = self.first
+            _validate_same_data(batch_hash, [self.reader.read(step, span)])
 
     def _validate_gradients(self, batches: tuple[Any, Any]) -> None:
         """Compute the gradients of the microbatch twice, and compare them.
@@ -238,6 +248,15 @@ class RepeatCheck:
         """Return which tensor is the gradient of each weight, and how often it was written."""
         gradients = (param.grad for param in self.params)
         return [(id(grad), grad._version) for grad in gradients if grad is not None]
+
+
+def _validate_same_data(expected: bytes, batches: Sequence[Any]) -> None:
+    if {hash_batch(batch) for batch in batches} != {expected}:
+        raise InputError(
+            "--sync exact: the same samples are other data when they are read again",
+            "draw random numbers in a map-style Dataset, from the default generators; no number of"
+            f" processes and no count of what was read in it; {VERIFY_HINT}",
+        )
 
 
 def hash_batch(batch: Any) -> bytes:

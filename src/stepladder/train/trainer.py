@@ -491,6 +491,8 @@ class TrainingLoop:
             InputError: They are others when they are computed again, or on some rank, by what the
                 job keeps: it may act only after the first microbatches.
         """
+        if self.repeat_check is not None:
+            self.repeat_check.validate_first()
         values = self._compute_next_values()
         if not self.session.is_stopped:  # by a cluster, which gives a job little time for this
             validate_next_values(self._compute_next_values(), values, "when it was computed before")
