@@ -417,7 +417,7 @@ def test_a_time_or_an_identifier_that_float32_rounds_is_named(
     path.write_text("\n".join(lines))
     open_data(path, columns=["t"])
     line = capsys.readouterr().err
-    assert f"{path}: column t is read as float32, which makes " in line or not is_named
+    assert f"{path}: column t is read as float32, which rounds " in line or not is_named
     assert line.count("in record 1. HINT: decode=FUNCTION") == is_named
     open_data(path, decode=dict)
     assert not capsys.readouterr().err

@@ -337,11 +337,11 @@ def _report_rounded(source: IndexedSource, name: str, values: dict[int, float]) 
         values: Its first values by the number of the sample.
     """
     for index, value in values.items():
-        rounded = float(np.float32(value)) if WHOLE_IN_FLOAT32 < abs(value) < MAX_WHOLE else value
-        if rounded != value == value and is_first_rank():
+        is_large = WHOLE_IN_FLOAT32 < abs(value) < MAX_WHOLE
+        if is_large and float(np.float32(value)) != value and is_first_rank():
             file, row = source.find_record(index)
-            problem = f"{file}: column {name} is read as float32, which makes {rounded:.1f} of"
-            _print_once(str(InputError(f"{problem} {value} in record {row}", ROUND_HINT)))
+            problem = f"{file}: column {name} is read as float32, which rounds {value} in record"
+            _print_once(str(InputError(f"{problem} {row}", ROUND_HINT)))
             return
 
 
