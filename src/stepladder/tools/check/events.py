@@ -303,12 +303,18 @@ class OptimizerBuilt(ProbeEvent, kind="optimizer"):
 
 
 class NamesInUse(ProbeEvent, kind="names"):
-    """The script uses a model, a loader, an optimizer or a schedule."""
+    """The script uses a model, a loader, an optimizer, a schedule or a scaler of gradients."""
 
     what: str
     object: int  # its id
     # From the innermost function outwards: file, line, function, and its name for the object.
     uses: Sequence[Sequence[Any]] = ()
+
+
+class RowNames(ProbeEvent, kind="rownames"):
+    """A function calls a model for a gradient, and has these names for the rows of a batch."""
+
+    names: Sequence[str]
 
 
 class CarriedState(ProbeEvent, kind="carried"):

@@ -60,6 +60,7 @@ class LoaderPass(EventSequence):
         batches: The events of the batches.
         end: The event at its end; None in a pass that was not finished.
         index_after: The index of the first event after the pass, in the rank's list.
+        is_by_hand: Whether no loader has cut its batches: they are what a model is called with.
     """
 
     number: int
@@ -68,6 +69,7 @@ class LoaderPass(EventSequence):
     batches: list[Batch] = field(default_factory=list)
     end: PassEnd | None = None
     index_after: int = 0
+    is_by_hand: bool = False
 
     def finish(self, end: PassEnd, index_after: int) -> None:
         self.end = end
@@ -161,6 +163,7 @@ class RankLog(EventSequence):
     def passes(self) -> list[LoaderPass]:
         passes: dict[int, LoaderPass] = {}
         running: list[LoaderPass] = []
+        by_hand: list[tuple[int, ProbeEvent]] = []  # what is in no pass of a loader
         for index, event in enumerate(self.events):
             if isinstance(event, PassStart):
                 one_pass = LoaderPass(event.number, event)
@@ -174,7 +177,12 @@ class RankLog(EventSequence):
                 running = [one_pass for one_pass in running if one_pass is not ended]
             if running:
                 running[-1].events.append(event)
-        return list(passes.values())
+            else:
+                by_hand.append((index, event))
+        of_loaders = list(passes.values())
+        if not any(one_pass.is_training for one_pass in of_loaders):
+            of_loaders += passes_by_hand(by_hand)
+        return of_loaders
 
     @cached_property
     def training_passes(self) -> list[LoaderPass]:
@@ -273,6 +281,45 @@ class Recording:
             other_processes=[*self.other_processes, *self.ranks[1:]],
             is_single_process=True,
         )
+
+
+def passes_by_hand(events: Iterable[tuple[int, ProbeEvent]]) -> Iterator[LoaderPass]:
+    """Yield the passes of a script that trains with batches of its own: series of calls of models.
+
+    A pass ends where models are called with gradients no longer, or again. What a model is called
+    with first, after a backward pass or a step, is a batch.
+
+    Args:
+        events: The events outside of the passes of loaders, with their indices.
+    """
+    one_pass: LoaderPass | None = None
+    index, keeps_graph, is_next_batch = 0, True, True
+    for number, event in events:
+        is_other_call = isinstance(event, Forward) and event.grad is not keeps_graph
+        if one_pass and (is_other_call or number > index + 1):
+            one_pass.finish(PassEnd(number=one_pass.number, cut=False), index + 1)
+            yield one_pass
+            one_pass = None
+        index = number
+        if isinstance(event, Forward):
+            if one_pass is None:
+                start = PassStart(
+                    number=-index, at=event.at, loader=event.root, batch_size=event.size
+                )
+                one_pass = LoaderPass(-index, start, is_by_hand=True)
+                keeps_graph, is_next_batch = event.grad, True
+            if is_next_batch:
+                rows = list(event.rows)
+                batch = Batch(
+                    number=-index, indices=None, rows=rows, size=event.size, sums=event.sums
+                )
+                one_pass.batches.append(batch)
+            is_next_batch = not event.grad
+        is_next_batch |= isinstance(event, Backward | OptimizerStep)
+        if one_pass:
+            one_pass.events.append(event)
+    if one_pass:
+        yield one_pass
 
 
 def group_events(events: Iterable[E], field_name: str) -> dict[Any, list[E]]:

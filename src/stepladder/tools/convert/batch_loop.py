@@ -17,7 +17,7 @@ from stepladder.tools.check.script_source import (
 )
 from stepladder.tools.convert.facts import ScriptFacts, Use
 from stepladder.tools.convert.job_fragments import Fragment, free_names, keep_needed
-from stepladder.tools.convert.source import INDENT, LOOPS, CannotConvert, Scope, SourceText
+from stepladder.tools.convert.source import INDENT, CannotConvert, Loop, Scope, SourceText
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class BatchLoop:
             before: list[ast.stmt] = []
             in_epoch: list[ast.stmt] = []
             for depth, node in enumerate(path):
-                if isinstance(node, (ast.With, *LOOPS)) and depth > begin and not is_in_epoch:
+                if isinstance(node, ast.With | Loop) and depth > begin and not is_in_epoch:
                     raise self.refusal(node.lineno, "is around the training, and not in a job")
                 if isinstance(node, ast.stmt):
                     block = self.file.block_of(node)

@@ -29,8 +29,9 @@ from stepladder.tools.convert.proof import (
     starts_of_original,
     why_failed,
 )
-from stepladder.tools.convert.rungs import is_of_evaluation
+from stepladder.tools.convert.rungs import find_loops_by_hand, is_of_evaluation
 from stepladder.tools.convert.rungs_files import describe_not_judged, write_once
+from stepladder.tools.convert.rungs_snapshot import STEPS_BETWEEN_SNAPSHOTS
 from stepladder.tools.convert.shortening import shorten_epochs
 from stepladder.tools.convert.shown_expressions import (
     find_deciding_value,
@@ -241,7 +242,10 @@ class Converter:
             if proof.wrong_numbers and "shown-numbers" in rung.judged:
                 edits, edited, proof = self.mend_numbers(conversion, rung, steps, edits, proof)
             if not proof.broken and "resume" in rung.judged:
-                self.check_resume(edited, proof)
+                # A check cuts loaders short, and no other loops.
+                shortening = self.shortening * any(find_loops_by_hand(conversion))
+                ran = compose(conversion.files, [*steps, edits, shortening])
+                self.check_resume(ran, proof)
             if not proof.broken:
                 proof.not_taken.extend([reason] * bool(reason))
                 conversion.ways[rung.letter] = alternative
@@ -253,7 +257,7 @@ class Converter:
         """Check the converted script as a user would, with a resumed run, and add what it says."""
         copy = self.starter.scratch / "converted"
         copy_folder(self.style.root, copy)
-        write_texts(copy, self.starter.modules | _texts_of(edited))
+        write_texts(copy, self.starter.modules | _texts_of_run(edited))
         script = copy / self.style.script.relative_to(self.style.root)
         request = checking.Request(
             script,
@@ -283,8 +287,8 @@ class Converter:
         ran = compose(conversion.files, [*steps, *unoffered])
         # Each process shows its numbers in a proof, so that they can be compared.
         texts = {
-            name: file.text.replace("show_on_one_process()\n", "pass\n")
-            for name, file in ran.items()
+            name: text.replace("show_on_one_process()\n", "pass\n")
+            for name, text in _texts_of_run(ran).items()
         }
         if texts != self.started_texts:  # a rung may change nothing
             self.started = self.starter.run(starts_of_converted(texts, self.num_processes))
@@ -332,3 +336,9 @@ class Converter:
 
 def _texts_of(files: Mapping[str, SourceText] | Mapping[str, EditedText]) -> dict[str, str]:
     return {name: file.text for name, file in files.items()}
+
+
+def _texts_of_run(files: Mapping[str, EditedText]) -> dict[str, str]:
+    """Return the texts for a run of some steps, each of which is to save a snapshot."""
+    often = STEPS_BETWEEN_SNAPSHOTS.replace("100", "1")
+    return {name: file.text.replace(STEPS_BETWEEN_SNAPSHOTS, often) for name, file in files.items()}

@@ -20,6 +20,7 @@ from stepladder.tools.check.events import (
     NamesInUse,
     NamesWhereBuilt,
     Print,
+    RowNames,
     Statistic,
 )
 from stepladder.tools.check.recording import LoaderPass, RankLog, Recording
@@ -57,6 +58,11 @@ class LoaderFacts:
     built_from: set[Location]
     others: list[LoaderPass]
     is_told_by_order: bool = True
+
+    @property
+    def is_by_hand(self) -> bool:
+        """Whether it is no loader, but the script itself, that cuts batches."""
+        return self.passes[0].is_by_hand
 
     @property
     def is_training(self) -> bool:
@@ -139,6 +145,12 @@ class ScriptFacts:
         return next((number for number in NUMBERS_OF_PROCESSES if size % number == 0), 2)
 
     def uses_of_passes(self, passes: Iterable[LoaderPass]) -> Iterator[tuple[Use, ...]]:
+        """Yield the uses of loaders; without one, those of the optimizers that step instead."""
+        passes = list(passes)
+        for one_pass in (item for item in passes if item.is_by_hand):
+            for event in one_pass.select(NamesInUse):
+                if event.what == "optimizer":
+                    yield self.uses_in(event)
         for loader in dict.fromkeys(one_pass.start.loader for one_pass in passes):
             yield from self.uses_of("loader", loader)
 
@@ -188,6 +200,17 @@ class ScriptFacts:
         return [
             event for event in self.training_events if isinstance(event, Forward) and event.grad
         ]
+
+    @cached_property
+    def names_of_rows(self) -> dict[Location, set[str]]:
+        """The names of what has the rows of a batch, by the lines that call a model for a step."""
+        lines = {event.at for event in self.training_calls}
+        names: dict[Location, set[str]] = {}
+        for event in self.log.select(RowNames):
+            if event.at and event.at in lines:
+                found = names.setdefault(self.location(event.at), {*event.names})
+                found &= {*event.names}
+        return names
 
     @cached_property
     def means_in_training(self) -> list[Location]:

@@ -94,6 +94,35 @@ def share_samples(loader):
 def share_batches(loader):
     """Return a loader of this process's batches: each sample is evaluated by one process."""
     return copy_loader(loader, batch_sampler=ShareOfSampler(loader.batch_sampler))''',
+    "share_rows": '''\
+def share_rows(*values):
+    """Return this process's rows of the parts of a batch, which process 0 gives to all."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    shares = [[rows_of(value, number, size) for value in values] for number in range(size)]
+    dist.broadcast_object_list(shares)
+    rows = [to_device_of(value, share) for value, share in zip(values, shares[rank])]
+    return rows if len(rows) > 1 else rows[0]''',
+    "rows_of": '''\
+def rows_of(value, number, size):
+    """Return each n-th row; the first ones again so that all processes have as many."""
+    if isinstance(value, dict):
+        return {name: rows_of(part, number, size) for name, part in value.items()}
+    if isinstance(value, (list, tuple)) and hasattr(value[0], "shape"):
+        return [rows_of(part, number, size) for part in value]
+    if not hasattr(rows_of, "share"):  # of the first batch: a last one may be smaller
+        rows_of.share = share_of_batch(len(value))
+    rows = [*range(len(value)), *range(-len(value) % size)][number::size]
+    if torch.is_tensor(value):
+        return value[rows].detach().cpu()
+    return [value[row] for row in rows] if isinstance(value, list) else value[rows]''',
+    "to_device_of": '''\
+def to_device_of(value, share):
+    """Return a share of a batch where this process has its own batch."""
+    if isinstance(value, dict):
+        return {name: to_device_of(part, share[name]) for name, part in value.items()}
+    if isinstance(value, (list, tuple)) and hasattr(value[0], "shape"):
+        return [to_device_of(*parts) for parts in zip(value, share)]
+    return share.to(value.device) if torch.is_tensor(value) else share''',
     "share_samples_if": '''\
 def share_samples_if(is_training, loader):
     """Return a loader of this process's share of each batch, if it is for training."""

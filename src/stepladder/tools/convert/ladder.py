@@ -98,7 +98,8 @@ RUNGS = (
     Rung(
         "g",
         "save and resume",
-        "All training state is saved at the end of each epoch, and the next start continues there.",
+        "All training state is saved at the end of each epoch, or every 100 steps of a training "
+        "without epochs, and the next start continues there.",
         "A start after a failure would begin at the first epoch, or with another state.",
         (rungs_snapshot.save_and_resume,),
         ALL_OF_A_RUN | {"resume"},
@@ -106,9 +107,9 @@ RUNGS = (
     Rung(
         "h",
         "stop when asked",
-        "After SIGTERM the script saves at the end of the epoch, and ends with exit code 75, after "
+        "After SIGTERM the script ends at the next snapshot, with exit code 75, after "
         "which `stepladder submit` starts it again.",
-        "A cluster that takes its nodes back would end it without a snapshot of this epoch.",
+        "A cluster that takes its nodes back would end it without a snapshot of the last steps.",
         (rungs_snapshot.stop_when_asked,),
         ALL_OF_A_RUN,
     ),

@@ -19,7 +19,7 @@ from stepladder.tools.check.script_source import (
 )
 from stepladder.tools.convert.conversion import Conversion, Edits
 from stepladder.tools.convert.facts import LoaderFacts, Use
-from stepladder.tools.convert.source import CannotConvert, Edit, SourceText
+from stepladder.tools.convert.source import CannotConvert, Edit, Loop, SourceText
 from stepladder.tools.findings.finding import Location
 
 LOGGING_METHODS = ("debug", "info", "warning", "error", "critical")
@@ -54,9 +54,7 @@ def _find_training(conversion: Conversion) -> tuple[SourceText, ast.stmt, ast.st
     """Return the main file, and the first and the last statement of what all processes do."""
     file = conversion.files[conversion.main]
     if not conversion.facts.training_stacks:
-        raise CannotConvert(
-            "the training reads no torch DataLoader: put its samples into a data set and a loader"
-        )
+        raise CannotConvert("no optimizer step after a call of a model was seen")
     outermost = conversion.facts.training_stacks[0][-1].location
     if outermost.file != file.name:
         raise CannotConvert(f"the training does not begin in {file.name}")
@@ -85,6 +83,8 @@ def _wrap_loaders(
 ) -> Edits:
     for loader in conversion.facts.loaders:
         if not conversion.is_known(loader.built) or loader.is_training is not of_training:
+            continue
+        if loader.is_by_hand:
             continue
         call, is_mixed = _find_call_of(conversion, loader)
         file = conversion.file(loader.built)
@@ -194,6 +194,32 @@ def share_training_samples(conversion: Conversion, divides: bool = False) -> Edi
             " before: each process would continue from samples of another one"
         )
     yield from _wrap_loaders(conversion, True, "share_samples", divides)
+    if any(loader.is_training and loader.is_by_hand for loader in conversion.facts.loaders):
+        yield from _share_rows(conversion)
+
+
+def _share_rows(conversion: Conversion) -> Edits:
+    """Give each process its rows of the batches that the script cuts, before a model is called.
+
+    Raises:
+        CannotConvert: The rows have no name that gets a new value for each batch.
+    """
+    for location, having_rows in conversion.facts.names_of_rows.items():
+        file, statement = conversion.file(location), conversion.statement(location)
+        around, scope = file.loops_around(statement), file.scope_of(statement)
+        named = stored_names(around[0] if around else scope)
+        if not around and not isinstance(scope, ast.Module):
+            named += parameters_of(scope)
+        line = statement.lineno
+        loaded = {node.id for node in file.nodes(ast.Name, scope) if node.lineno >= line}
+        names = [name for name in dict.fromkeys(named) if name in having_rows & loaded]
+        if not names:
+            raise CannotConvert(
+                f"{location.file}:{location.line} calls the model with rows that have no name:"
+                " write `x = ...` and `y = ...` before it in the loop"
+            )
+        text = ", ".join(names)
+        yield file.insert_before(statement, f"{text} = share_rows({text})")
 
 
 def find_epoch_loops(conversion: Conversion) -> Iterator[tuple[SourceText, ast.For]]:
@@ -207,19 +233,26 @@ def find_epoch_loops(conversion: Conversion) -> Iterator[tuple[SourceText, ast.F
 
 def find_training_loops(
     conversion: Conversion, loader: LoaderFacts
-) -> Iterator[list[tuple[SourceText, ast.stmt]]]:
+) -> Iterator[list[tuple[SourceText, Loop]]]:
     """Yield the loops around each loop over a training loader, the innermost first.
 
     What is listed in the source, such as ["train", "val"], is done in each epoch.
     """
     for uses in loader.uses * loader.is_training:
-        loops = _find_loops_around(conversion, uses)
+        loops = islice(_find_loops_around(conversion, uses), loader.is_by_hand, None)
         yield [item for item in loops if not getattr(getattr(item[1], "iter", 0), "elts", [])]
+
+
+def find_loops_by_hand(conversion: Conversion) -> Iterator[tuple[SourceText, Loop]]:
+    """Yield the innermost loops around the steps of a script that trains without a loader."""
+    for loader in conversion.facts.loaders:
+        for uses in loader.uses * (loader.is_training and loader.is_by_hand):
+            yield from islice(_find_loops_around(conversion, uses), 1)
 
 
 def _find_loops_around(
     conversion: Conversion, uses: tuple[Use, ...]
-) -> Iterator[tuple[SourceText, ast.stmt]]:
+) -> Iterator[tuple[SourceText, Loop]]:
     for depth, use in enumerate(uses):
         if conversion.is_known(use.location):
             file = conversion.file(use.location)
@@ -228,7 +261,7 @@ def _find_loops_around(
                     yield file, loop
 
 
-def _iterates_at(loop: ast.stmt, line: int) -> bool:
+def _iterates_at(loop: Loop, line: int) -> bool:
     return isinstance(loop, ast.For) and loop.iter.lineno <= line <= (loop.iter.end_lineno or 0)
 
 
@@ -409,6 +442,10 @@ def _find_loops_over(
             for loop in file.nodes(ast.For):
                 if _iterates_at(loop, use.location.line):
                     yield file, loop, use.name
+    if of_training:
+        for file, by_hand in dict.fromkeys(find_loops_by_hand(conversion)):
+            if isinstance(by_hand, ast.For):
+                yield file, by_hand, ""
 
 
 def _names_of_loader(file: SourceText, loop: ast.For, name: str) -> set[str]:
@@ -443,7 +480,7 @@ def find_joined(file: SourceText, loop: ast.For) -> set[str]:
     return names & assigned_before(file, loop)
 
 
-def added_to(loop: ast.For) -> Iterator[str]:
+def added_to(loop: Loop) -> Iterator[str]:
     """Yield the variables that a loop adds to."""
     for node in ast.walk(loop):
         match node:
@@ -453,7 +490,7 @@ def added_to(loop: ast.For) -> Iterator[str]:
                 yield name
 
 
-def assigned_before(file: SourceText, loop: ast.For) -> set[str]:
+def assigned_before(file: SourceText, loop: Loop) -> set[str]:
     """Return the variables that are assigned before a loop, in its block or in one around it."""
     return {
         name
@@ -469,7 +506,7 @@ def _statements_after(file: SourceText, loop: ast.For) -> list[ast.stmt]:
     return [item for block, index in _blocks_around(file, loop) for item in block[index + 1 :]]
 
 
-def _blocks_around(file: SourceText, loop: ast.For) -> Iterator[tuple[list[ast.stmt], int]]:
+def _blocks_around(file: SourceText, loop: Loop) -> Iterator[tuple[list[ast.stmt], int]]:
     """Yield the blocks that a loop is in, the innermost first, and its place in each.
 
     Blocks beyond the next loop do not count: their variables go on from epoch to epoch.

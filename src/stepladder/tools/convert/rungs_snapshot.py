@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from textwrap import indent
 
 from stepladder.tools.check.events import NamesInUse
 from stepladder.tools.check.script_source import dotted_name, find_nodes, stored_names
@@ -13,11 +15,13 @@ from stepladder.tools.convert.rungs import (
     added_to,
     assigned_before,
     find_epoch_loops,
+    find_loops_by_hand,
     find_training_loops,
     name_of_epoch,
 )
-from stepladder.tools.convert.source import CannotConvert, Edit, SourceText
+from stepladder.tools.convert.source import INDENT, CannotConvert, Edit, Loop, SourceText
 
+STEPS_BETWEEN_SNAPSHOTS = "steps_between_snapshots = 100  # of a training without epochs"
 # What comes before the loop over epochs, and at the end of an epoch.
 STOP_FORMS = {
     False: ("watch_for_stop()", "exit_if_asked()"),
@@ -28,8 +32,31 @@ STOP_FORMS = {
 }
 
 
-def _first_epoch_loop(conversion: Conversion) -> tuple[SourceText, ast.For]:
-    """Return the loop over epochs.
+@dataclass(frozen=True)
+class _SavingLoop:
+    """The loop that saves snapshots: over epochs, or over steps where there are none.
+
+    Args:
+        file: Its file.
+        loop: The loop.
+        turn: An expression of the number of turns that are over, at the end of one.
+        is_of_steps: Whether it saves every some turns.
+    """
+
+    file: SourceText
+    loop: Loop
+    turn: str
+    is_of_steps: bool
+
+    def insert_at_end(self, text: str) -> Edit:
+        """Return the edit that does something at the end of those turns that save."""
+        if self.is_of_steps:
+            text = f"if {self.turn} % steps_between_snapshots == 0:\n{indent(text, INDENT)}"
+        return self.file.insert_after(self.loop.body[-1], text)
+
+
+def _find_saving_loop(conversion: Conversion) -> _SavingLoop:
+    """Return the loop that saves snapshots.
 
     Raises:
         CannotConvert: There is none, or another loop repeats it.
@@ -42,11 +69,22 @@ def _first_epoch_loop(conversion: Conversion) -> tuple[SourceText, ast.For]:
                     " to know in which turn it was saved"
                 )
     for file, loop in find_epoch_loops(conversion):
-        return file, loop
-    raise CannotConvert("no loop over epochs: a snapshot is saved at the end of each")
+        return _SavingLoop(file, loop, f"{name_of_epoch(file, loop)} + 1", is_of_steps=False)
+    for file, loop in find_loops_by_hand(conversion):
+        if isinstance(loop, ast.For):
+            return _SavingLoop(file, loop, f"({name_of_epoch(file, loop)} + 1)", is_of_steps=True)
+        counters = [
+            item.target.id
+            for item in loop.body
+            if isinstance(item, ast.AugAssign) and isinstance(item.target, ast.Name)
+            if ast.unparse(item.value) == "1"
+        ]
+        if isinstance(loop, ast.While) and counters:
+            return _SavingLoop(file, loop, counters[0], is_of_steps=True)
+    raise CannotConvert("no loop over epochs, and none that counts steps: when is it to save?")
 
 
-def parts_of(conversion: Conversion, file: SourceText, loop: ast.For) -> list[str]:
+def parts_of(conversion: Conversion, file: SourceText, loop: Loop) -> list[str]:
     scope = file.scope_of(loop)
     names: dict[int, str] = {}
     needed: set[int] = set()
@@ -65,14 +103,14 @@ def parts_of(conversion: Conversion, file: SourceText, loop: ast.For) -> list[st
     return [names[item] for item in names if item in needed]
 
 
-def _changing_values(file: SourceText, loop: ast.For) -> list[str]:
+def _changing_values(file: SourceText, loop: Loop) -> list[str]:
     """Return the variables that are assigned before a loop, and again or added to in it."""
     changed = dict.fromkeys([*stored_names(loop), *added_to(loop)])
     before = assigned_before(file, loop)
     return [name for name in changed if name in before]
 
 
-def _owners_in(conversion: Conversion, file: SourceText, loop: ast.For) -> Iterator[str]:
+def _owners_in(conversion: Conversion, file: SourceText, loop: Loop) -> Iterator[str]:
     """Yield the names of objects of the user's that change their own attributes in training."""
     trees = (item.tree for item in conversion.files.values())
     changing = {
@@ -105,8 +143,9 @@ def _changes_itself(method: ast.FunctionDef) -> bool:
 
 
 def save_and_resume(conversion: Conversion) -> Edits:
-    """Save everything at the end of each epoch, and go on from there."""
-    file, loop = _first_epoch_loop(conversion)
+    """Save everything at the end of each epoch, or every some steps, and go on from there."""
+    saving = _find_saving_loop(conversion)
+    file, loop = saving.file, saving.loop
     changing = _changing_values(file, loop)
     models = conversion.facts.model_names
     forms = {
@@ -119,14 +158,16 @@ def save_and_resume(conversion: Conversion) -> Edits:
     path = _free_name(conversion)
     lines = [f"parts = {{{parts}}}", f'snapshot = load_snapshot("{path}", parts)']
     lines += [f'{name} = snapshot.get("{name}", {name})' for name in changing]
+    lines += [STEPS_BETWEEN_SNAPSHOTS] * saving.is_of_steps
     yield file.insert_before(loop, "\n".join(lines))
-    yield _begin_at(file, loop)
     values = "".join(f", {name}={name}" for name in changing)
-    epoch = name_of_epoch(file, loop)
-    save = f'save_snapshot("{path}", parts, epoch={epoch} + 1{values})'
-    yield file.insert_after(loop.body[-1], save)
-    if file.text_of(loop.target) != epoch:
-        yield file.replace(loop.target, epoch)
+    if isinstance(loop, ast.For):
+        yield _begin_at(file, loop)
+        values = f", epoch={saving.turn.strip('()')}{values}"
+        epoch = name_of_epoch(file, loop)
+        if file.text_of(loop.target) != epoch:
+            yield file.replace(loop.target, epoch)
+    yield saving.insert_at_end(f'save_snapshot("{path}", parts{values})')
 
 
 def _begin_at(file: SourceText, loop: ast.For) -> Edit:
@@ -152,8 +193,8 @@ def _free_name(conversion: Conversion) -> str:
 
 
 def stop_when_asked(conversion: Conversion) -> Edits:
-    """End with exit code 75 after the snapshot of an epoch in which SIGTERM has come."""
-    file, loop = _first_epoch_loop(conversion)
+    """End with exit code 75 after the next snapshot once SIGTERM has come."""
+    saving = _find_saving_loop(conversion)
     before, after = STOP_FORMS[conversion.imports_stepladder]
-    yield file.insert_before(loop, before)
-    yield file.insert_after(loop.body[-1], after)
+    yield saving.file.insert_before(saving.loop, before)
+    yield saving.insert_at_end(after)

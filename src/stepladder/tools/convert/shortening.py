@@ -6,10 +6,15 @@ import ast
 
 from stepladder.tools.check.script_source import parameters_of, stored_names
 from stepladder.tools.convert.conversion import Conversion, Edits
-from stepladder.tools.convert.rungs import find_epoch_loops, find_lines_not_judged
-from stepladder.tools.convert.source import SourceText
+from stepladder.tools.convert.rungs import (
+    find_epoch_loops,
+    find_lines_not_judged,
+    find_loops_by_hand,
+)
+from stepladder.tools.convert.source import Edit, SourceText
 
 SELDOM = 10  # numbers of a line, in a run of perhaps more epochs than those that follow
+STEPS = 9  # as of a loader
 FIRST_STEPS = 4  # enough for a mean, and few where the script evaluates in these steps
 
 
@@ -19,9 +24,13 @@ def shorten_epochs(conversion: Conversion, epochs: int) -> Edits:
     What prints in each hundredth step, say, and has shown nothing, prints in the first steps, too.
     """
     for file, loop in find_epoch_loops(conversion):
-        lower = _lower_last_epoch(file, loop, epochs)  # no line is added: runs tell lines apart
-        before = f'__import__("itertools").islice([{lower}, '
-        yield from file.wrap(loop.iter, before, f"][1], {epochs})")
+        yield from _take_first(file, loop, epochs)
+    for file, by_hand in dict.fromkeys(find_loops_by_hand(conversion)):
+        if isinstance(by_hand, ast.For):
+            yield from _take_first(file, by_hand, STEPS)
+        elif isinstance(by_hand, ast.While):
+            turns = f'vars(__import__("builtins")).setdefault("turns", iter(range({STEPS}, 0, -1)))'
+            yield from file.wrap(by_hand.test, f"next({turns}, 0) and (", ")")
     conditions = {
         (file, node.test): None
         for file, call in find_lines_not_judged(conversion, SELDOM)
@@ -35,8 +44,14 @@ def shorten_epochs(conversion: Conversion, epochs: int) -> Edits:
                 yield from file.wrap(node, "(", text)
 
 
-def _lower_last_epoch(file: SourceText, loop: ast.For, epochs: int) -> str:
-    """Return an expression that lowers the end of a range of epochs, which later lines use."""
+def _take_first(file: SourceText, loop: ast.For, turns: int) -> list[Edit]:
+    """Return the edits by which a loop makes its first turns. No line is added: runs tell lines."""
+    before = f'__import__("itertools").islice([{_lower_end(file, loop, turns)}, '
+    return file.wrap(loop.iter, before, f"][1], {turns})")
+
+
+def _lower_end(file: SourceText, loop: ast.For, turns: int) -> str:
+    """Return an expression that lowers the end of the range of a loop, which later lines use."""
     for call in file.nodes(ast.Call, loop.iter):
         match call:
             case ast.Call(ast.Name("range"), [end] | [_, end, *_]):
@@ -48,7 +63,7 @@ def _lower_last_epoch(file: SourceText, loop: ast.For, epochs: int) -> str:
         if not isinstance(end, ast.Name | ast.Attribute | ast.Subscript):
             continue
         name = file.text_of(end)
-        excess = f"max(0, len({file.text_of(call)}) - {epochs})"
+        excess = f"max(0, len({file.text_of(call)}) - {turns})"
         scope = file.scope_of(loop)
         own = stored_names(scope)
         if not isinstance(scope, ast.Module):

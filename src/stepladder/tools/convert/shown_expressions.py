@@ -70,19 +70,20 @@ def _tests_in(scope: ast.AST) -> list[ast.expr]:
 
 
 def _names_in(file: SourceText, node: ast.AST) -> set[str]:
-    """Return the variables and attributes in an expression."""
-    kinds = (ast.Name, ast.Attribute)
+    """Return the variables, attributes and items in an expression."""
+    kinds = (ast.Name, ast.Attribute, ast.Subscript)
     return {file.text_of(item) for kind in kinds for item in find_nodes(node, kind)}
 
 
 def take_of_all(file: SourceText, node: ast.expr, helper: str) -> list[Edit]:
     """Return the edits that make a value that of all processes.
 
-    An attribute by which the script decides gets it before the first statement that reads it.
+    An attribute or an item by which the script decides gets it before the first statement that
+    reads it.
     """
     text, shown = file.text_of(node), file.statement_at(node.lineno)
     tests = [test for test in _tests_in(file.scope_of(node)) if text in _names_in(file, test)]
-    if not isinstance(node, ast.Attribute) or not tests:
+    if not isinstance(node, ast.Attribute | ast.Subscript) or not tests:
         return file.wrap(node, f"{helper}(")
     tested = {item for test in tests for item in file.parents_of(test)}
     block = file.block_of(shown)

@@ -12,7 +12,7 @@ from functools import cached_property
 from stepladder.tools.check.script_source import Node, SourceFile, find_nodes
 
 Scope = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef
-LOOPS = (ast.For, ast.While, ast.AsyncFor)
+Loop = ast.For | ast.While | ast.AsyncFor
 INDENT = "    "
 
 
@@ -120,13 +120,13 @@ class SourceText(SourceFile):
         """Return the function that holds a node, or the module."""
         return next(item for item in self.parents_of(node) if isinstance(item, Scope))
 
-    def loops_around(self, node: ast.AST) -> list[ast.stmt]:
+    def loops_around(self, node: ast.AST) -> list[Loop]:
         """Return the loops of the same function that hold a node, the innermost first."""
-        loops: list[ast.stmt] = []
+        loops: list[Loop] = []
         for item in self.parents_of(node):
             if isinstance(item, Scope):
                 break
-            if isinstance(item, LOOPS):
+            if isinstance(item, Loop):
                 loops.append(item)
         return loops
 

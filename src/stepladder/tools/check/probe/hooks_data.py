@@ -44,6 +44,8 @@ from stepladder.tools.check.probe.shorter_loaders import shorten
 from stepladder.tools.probe.events import CodeLine
 
 EPOCHS_BY_DEFAULT = 2
+BY_HAND = "by hand"
+STEPS_OF_A_PASS = 64  # of a script that trains without a loader
 MAX_BACKWARDS_PER_STEP = 16  # before a script without any step is ended as if it had made one
 FILE_MODULES = ("h5py", "zipfile", "tarfile", "sqlite3", "lmdb")
 FILE_CLASSES = ("ZipFile", "TarFile", "Connection", "Environment")
@@ -92,12 +94,15 @@ class PassCounters:
         self.passes = 0
         self.steps = 0
         self.backwards = 0  # without a step
+        self.running = 0
+        self.steps_by_hand = 0  # without a pass over a loader
         self.began: float | None = None
         self.trained: Counter[str] = Counter()  # finished training passes, by their key
 
     def begin_pass(self) -> int:
         """Count a pass, and return its number."""
         self.passes += 1
+        self.running += 1
         self.steps = 0
         self.backwards = 0
         return self.passes
@@ -115,6 +120,7 @@ class PassCounters:
         return self.steps >= steps or self.backwards >= steps * MAX_BACKWARDS_PER_STEP
 
     def finish_pass(self, key: str) -> None:
+        self.running -= 1
         if self.steps:
             self.trained[key] += 1
 
@@ -226,6 +232,16 @@ def end_if_enough(key: str) -> None:
     if decision == "stop":
         current_log().write(EnoughPasses())
         raise CheckIsDone(0)
+
+
+def end_if_enough_steps() -> None:
+    """End this rank after a step without a loader if the check has enough: so many are a pass."""
+    if not pass_counters.running:
+        pass_counters.seconds_since_first_pass()
+        pass_counters.steps_by_hand += 1
+        if pass_counters.steps_by_hand % STEPS_OF_A_PASS == 0:
+            pass_counters.trained[BY_HAND] += 1
+            end_if_enough(BY_HAND)
 
 
 def describe_loader(loader: Any) -> Fields:

@@ -58,7 +58,7 @@ class CalledModels(NestingDepth):
         super().__init__()  # the depth is that of modules whose call is running
         self.models: dict[int, Any] = {}  # by id
         self.names: dict[int, str] = {}  # of parameters, by id
-        self.calls = 0
+        self.calls = 0  # for a gradient
         self.last_evaluated = 0  # the id of the last model, if its call kept no graph
         self.rows = 0  # with which models were called for a gradient, until they are taken
 
@@ -75,7 +75,7 @@ class CalledModels(NestingDepth):
 
     def begin_call(self, module: Any, keeps_graph: bool) -> bool:
         """Count a call, and return whether it is the first evaluation of a model after others."""
-        self.calls += 1
+        self.calls += keeps_graph
         is_first_evaluation = not keeps_graph and self.last_evaluated != id(module)
         self.last_evaluated = 0 if keeps_graph else id(module)
         return is_first_evaluation

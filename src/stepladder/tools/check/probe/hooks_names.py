@@ -13,9 +13,9 @@ from torch import nn, optim
 from torch.nn.modules.module import register_module_forward_hook
 from torch.optim import optimizer as optimizers
 
-from stepladder.tools.check.events import CarriedState, NamesInUse, NamesWhereBuilt
+from stepladder.tools.check.events import CarriedState, NamesInUse, NamesWhereBuilt, RowNames
 from stepladder.tools.check.probe import digests, hooks_data, hooks_model, hooks_train
-from stepladder.tools.check.probe.patching import WrappedCall, wrap
+from stepladder.tools.check.probe.patching import WrappedCall, default_on_error, wrap
 from stepladder.tools.check.probe.probe_log import current_log
 
 MAX_FRAMES = 8
@@ -31,6 +31,7 @@ def attach() -> None:
     wrap(hooks_model, "record_forward", record_model)
     wrap(hooks_train, "record_schedule_step", partial(record_owner, "schedule"))
     wrap(optim.Optimizer, "__init__", record_models_beside)
+    wrap(torch.amp.GradScaler, "update", record_scaler)
     optimizers.register_optimizer_step_pre_hook(lambda item, *_: record_names("optimizer", item))
     register_module_forward_hook(record_carried, always_call=False)
 
@@ -41,9 +42,36 @@ def record_owner(what: str, hook: WrappedCall) -> Any:
     return hook.run()
 
 
+def record_scaler(call: WrappedCall) -> Any:
+    record_names("scaler", call.args[0])
+    return call.run()
+
+
 def record_model(hook: WrappedCall) -> Any:
     record_names("model", hook.args[0])
+    if torch.is_grad_enabled():
+        record_rows(digests.row_count(list(hook.args[1:])))
     return hook.run()
+
+
+def record_rows(count: int) -> None:
+    """Record the variables of a function that have as many rows as the input of its model."""
+    for frame in islice(user_frames(), 1):
+        line = current_log().line_of(frame)
+        if (key := (count, line.file, line.line)) not in recorded:
+            recorded.add(key)
+            names = [name for name, value in frame.f_locals.items() if has_rows(value, count)]
+            current_log().write(RowNames(names=names), line)
+
+
+@default_on_error(bool)
+def has_rows(value: Any, count: int) -> bool:
+    """Return whether a value is, or holds, tensors, arrays and lists of a number of rows."""
+    if isinstance(value, dict | list | tuple) and len(value) != count:
+        parts = value.values() if isinstance(value, dict) else value
+        return bool(value) and all(has_rows(part, count) for part in parts)
+    is_array = bool(getattr(value, "shape", ()))
+    return (is_array or isinstance(value, list)) and len(value) == count
 
 
 def record_names(what: str, value: object) -> None:

@@ -37,7 +37,7 @@ from stepladder.tools.check.events import (
     ZeroGrad,
 )
 from stepladder.tools.check.probe import digests, pause
-from stepladder.tools.check.probe.hooks_data import CheckIsDone, pass_counters
+from stepladder.tools.check.probe.hooks_data import CheckIsDone, end_if_enough_steps, pass_counters
 from stepladder.tools.check.probe.hooks_model import called_models, name_of
 from stepladder.tools.check.probe.layer_outputs import is_not_finite, layer_outputs, name_of_value
 from stepladder.tools.check.probe.loss_graph import (
@@ -368,6 +368,7 @@ def record_after_step(optimizer: Any, *_: Any) -> None:
     record(OptimizerStep(**fields))
     if number == 0:
         pause.pause_at("step")
+        end_if_enough_steps()
 
 
 @default_on_error(dict)
