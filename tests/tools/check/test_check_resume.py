@@ -150,11 +150,20 @@ def test_windows_that_begin_anew_are_named() -> None:
 
 
 def test_a_stream_that_begins_anew_is_named() -> None:
-    stream = {"k": "pass", "number": 1, **LOADER, "iterable": True}
-    unbroken = [stream, *windows("a", "b", "c"), SAVE, *windows("d", "e", "f"), {"k": "exit"}]
-    ended = [stream, *windows("a", "b", "c"), SAVE]
-    assert rules([stream, *windows("a", "b", "c")], unbroken, ended) == ["resume-samples"]
-    assert rules([stream, *windows("d", "e", "f")], unbroken, ended) == []
+    start = {"k": "pass", "number": 1, **LOADER, "iterable": True}
+
+    def stream(*names: str) -> Events:
+        batches = [
+            {"k": "batch", "number": 1, "rows": [n], "indices": None, "size": 1} for n in names
+        ]
+        return [
+            e for name, batch in zip(names, batches, strict=True) for e in [batch, *windows(name)]
+        ]
+
+    first, second = stream("a", "b", "c"), stream("d", "e", "f")
+    unbroken = [start, *first, SAVE, *second, {"k": "exit"}]
+    assert rules([start, *first], unbroken, [start, *first, SAVE]) == ["resume-samples"]
+    assert rules([start, *second], unbroken, [start, *first, SAVE]) == []
 
 
 def test_ranks_that_differ_only_after_a_resume_are_named() -> None:

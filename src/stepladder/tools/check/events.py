@@ -303,7 +303,7 @@ class OptimizerBuilt(ProbeEvent, kind="optimizer"):
 
 
 class NamesInUse(ProbeEvent, kind="names"):
-    """The script uses a model, a loader, an optimizer, a schedule or a scaler of gradients."""
+    """The script uses a model, a loader, an optimizer, a schedule, a scaler or a generator."""
 
     what: str
     object: int  # its id

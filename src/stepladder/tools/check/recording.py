@@ -163,7 +163,6 @@ class RankLog(EventSequence):
     def passes(self) -> list[LoaderPass]:
         passes: dict[int, LoaderPass] = {}
         running: list[LoaderPass] = []
-        by_hand: list[tuple[int, ProbeEvent]] = []  # what is in no pass of a loader
         for index, event in enumerate(self.events):
             if isinstance(event, PassStart):
                 one_pass = LoaderPass(event.number, event)
@@ -177,16 +176,20 @@ class RankLog(EventSequence):
                 running = [one_pass for one_pass in running if one_pass is not ended]
             if running:
                 running[-1].events.append(event)
-            else:
-                by_hand.append((index, event))
-        of_loaders = list(passes.values())
-        if not any(one_pass.is_training for one_pass in of_loaders):
-            of_loaders += passes_by_hand(by_hand)
-        return of_loaders
+        return list(passes.values())
 
     @cached_property
     def training_passes(self) -> list[LoaderPass]:
         return [one_pass for one_pass in self.passes if one_pass.is_training]
+
+    @cached_property
+    def all_passes(self) -> list[LoaderPass]:
+        """The passes over loaders, and those over the script's own batches if it trains on them."""
+        if self.training_passes:
+            return self.passes
+        known = {id(event) for one_pass in self.passes for event in one_pass.events}
+        others = [item for item in enumerate(self.events) if id(item[1]) not in known]
+        return [*self.passes, *passes_by_hand(others)]
 
     @cached_property
     def evaluation_passes(self) -> list[LoaderPass]:
@@ -314,6 +317,7 @@ def passes_by_hand(events: Iterable[tuple[int, ProbeEvent]]) -> Iterator[LoaderP
                     number=-index, indices=None, rows=rows, size=event.size, sums=event.sums
                 )
                 one_pass.batches.append(batch)
+                one_pass.events.append(batch)
             is_next_batch = not event.grad
         is_next_batch |= isinstance(event, Backward | OptimizerStep)
         if one_pass:

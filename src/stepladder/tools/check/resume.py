@@ -29,9 +29,9 @@ from stepladder.tools.check.events import (
 )
 from stepladder.tools.check.rank_processes import LaunchOutcome, RankLaunch, run_ranks
 from stepladder.tools.check.recording import LoaderPass, RankLog, Recording, read_recording
+from stepladder.tools.check.relations.samples_read import passes_of_training
 from stepladder.tools.check.rules.evidence import Comparison, RunEvidence
 from stepladder.tools.check.rules.model import replicas_differ
-from stepladder.tools.check.rules.samples import recorded_training_calls
 from stepladder.tools.check.rules.snapshots import module_prefix, renamed_paths
 from stepladder.tools.findings.finding import Finding
 from stepladder.tools.probe.events import CodeLine
@@ -95,7 +95,7 @@ class ResumedRun:
     @property
     def first_line(self) -> CodeLine | None:
         """The line that reads the samples which the resumed run trains first."""
-        return next((one_pass.line for one_pass in self.resumed.training_passes), None)
+        return next((one_pass.line for one_pass in passes_of_training(self.resumed)), None)
 
     def finding(self, rule: str, text: str) -> Finding:
         """Return a finding at the line of its rule: that which saves, reads samples or loads."""
@@ -191,7 +191,7 @@ def compare(evidence: RunEvidence, before: list[Recording], resumed: Recording) 
     if diverged and not any(replicas_differ(evidence)):
         text = f"in the resumed run {diverged.evidence}"
         return Comparison([replace(diverged, evidence=text)])
-    finding = compare_samples(run) or compare_inputs(run)
+    finding = compare_samples(run)
     return Comparison([finding]) if finding else compare_values(run)
 
 
@@ -219,7 +219,7 @@ def line_of_snapshot(halted: Recording) -> CodeLine | None:
 
 def trained_batches(log: RankLog) -> list[Samples]:
     """Return the samples of each batch of a loader that was trained."""
-    return samples_trained_in(*log.training_passes)
+    return samples_trained_in(*passes_of_training(log))
 
 
 def samples_trained_in(*passes: LoaderPass) -> list[Samples]:
@@ -250,7 +250,7 @@ def compare_samples(run: ResumedRun) -> Finding | None:
         return find_repeated_samples(run)
     following = unbroken[first:]
     for offset, (expected, got) in enumerate(zip(following, resumed, strict=False)):
-        if got != expected:
+        if got and expected and got != expected:  # of a late batch by hand nothing is known
             return name_other_batch(run, unbroken, first + offset, resumed[offset:])
     return compare_lengths(run, len(following), len(resumed))
 
@@ -262,7 +262,7 @@ def name_other_batch(
     found = [i for i, samples in enumerate(unbroken) if samples == got[0]]
     if not found:
         return find_repeated_samples(run)
-    epochs = [len(batches_trained_in(one_pass)) for one_pass in run.unbroken.training_passes]
+    epochs = [len(batches_trained_in(one_pass)) for one_pass in passes_of_training(run.unbroken)]
     starts = [sum(epochs[:number]) for number in range(len(epochs))]
     # Of equal batches the one from which most of the next ones follow.
     other = max(found, key=lambda i: count_equal(unbroken[i:], got))
@@ -291,14 +291,15 @@ def names_of_epochs(log: RankLog) -> list[int]:
     """Return for each training pass what set_epoch was told before it, else its index."""
     names: list[int] = []
     told: int | None = None
-    starts = {one_pass.start.n for one_pass in log.training_passes}
+    passes = passes_of_training(log)
+    starts = {one_pass.start.n for one_pass in passes}
     for event in log.select(SetEpoch, PassStart):
         if isinstance(event, SetEpoch):
             told = event.value
         elif event.n in starts and isinstance(told, int):
             names.append(told)
-    is_of_each = len(set(names)) == len(log.training_passes)
-    return names if is_of_each else list(range(len(log.training_passes)))
+    is_of_each = len(set(names)) == len(passes)
+    return names if is_of_each else list(range(len(passes)))
 
 
 def count_equal(first: list[Samples], second: list[Samples]) -> int:
@@ -309,7 +310,7 @@ def count_equal(first: list[Samples], second: list[Samples]) -> int:
 
 def compare_lengths(run: ResumedRun, following: int, resumed: int) -> Finding | None:
     """Compare the number of batches, if both runs have ended by themselves."""
-    were_cut_short = run.evidence.run.was_cut_short or not run.resumed.training_passes
+    were_cut_short = run.evidence.run.was_cut_short or not passes_of_training(run.resumed)
     have_ended = run.resumed.has_ended and run.unbroken.has_ended
     if were_cut_short or not have_ended or following == resumed:
         return None
@@ -340,25 +341,6 @@ def find_repeated_samples(run: ResumedRun) -> Finding | None:
         "resume-samples",
         f"the snapshot was written after {steps} steps of an epoch; {len(repeated)} of the "
         f"{len(trained)} samples of these steps are trained again",
-    )
-
-
-def compare_inputs(run: ResumedRun) -> Finding | None:
-    """Find inputs of no loader that begin anew, where the unbroken run goes on with others."""
-    if len(run.before) > 1 or trained_batches(run.resumed):
-        return None
-    done = [call.rows for call in recorded_training_calls(run.before[0])]
-    expected = [call.rows for call in recorded_training_calls(run.unbroken)][len(done) :]
-    resumed = recorded_training_calls(run.resumed)[: min(3, len(done))]
-    begins_anew = len(resumed) >= 2 and [call.rows for call in resumed] == done[: len(resumed)]
-    if not expected or not begins_anew or expected[0] == done[0]:
-        return None
-    return run.evidence.finding(
-        "resume-samples",
-        resumed[0].at,
-        f"the first {len(resumed)} inputs after the resume are those of the first steps of all, "
-        f"and the unbroken run goes on with others",
-        severity="warning",
     )
 
 

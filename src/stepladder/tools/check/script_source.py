@@ -179,8 +179,11 @@ def argument_of(call: ast.Call, parameters: list[str], name: str) -> ast.expr | 
 
 
 def stored_names(tree: ast.AST) -> list[str]:
-    """Return the variables that are assigned in a tree."""
-    return [node.id for node in find_nodes(tree, ast.Name) if isinstance(node.ctx, ast.Store)]
+    """Return the variables that are assigned in a tree, but for those of comprehensions in it."""
+    inner = [node.target for node in find_nodes(tree, ast.comprehension) if node is not tree]
+    of_inner = {name for target in inner for name in find_nodes(target, ast.Name)}
+    names = (node for node in find_nodes(tree, ast.Name) if node not in of_inner)
+    return [node.id for node in names if isinstance(node.ctx, ast.Store)]
 
 
 def keyword_value(call: ast.Call, name: str) -> ast.expr | None:

@@ -112,10 +112,12 @@ class ScriptFacts:
     @cached_property
     def loaders(self) -> list[LoaderFacts]:
         """The loaders that are iterated, by the lines that make them."""
-        trained = {one_pass.start.loader for one_pass in self.log.passes if one_pass.is_training}
+        trained = {
+            one_pass.start.loader for one_pass in self.log.all_passes if one_pass.is_training
+        }
         passes: dict[tuple[Location, bool], list[LoaderPass]] = {}
         strange = set[Location]()
-        for one_pass in self.log.passes:
+        for one_pass in self.log.all_passes:
             # What is read for no model, as for a mean of all, is read by each process.
             if one_pass.loader_line and (one_pass.is_training or not one_pass.calls_no_model):
                 built = self.location(one_pass.loader_line)
@@ -140,7 +142,7 @@ class ScriptFacts:
 
         If none of a few has: 2.
         """
-        starts = [one_pass.start for one_pass in self.log.passes if one_pass.is_training]
+        starts = [one_pass.start for one_pass in self.log.all_passes if one_pass.is_training]
         size = math.gcd(*(start.batch_size or 0 for start in starts))
         return next((number for number in NUMBERS_OF_PROCESSES if size % number == 0), 2)
 
@@ -189,7 +191,7 @@ class ScriptFacts:
     def training_events(self) -> list[ProbeEvent]:
         return [
             event
-            for one_pass in self.log.passes
+            for one_pass in self.log.all_passes
             if one_pass.is_training
             for event in one_pass.events
         ]

@@ -32,14 +32,28 @@ def join_processes():
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    numpy = sys.modules.get("numpy")
-    # From here on all processes draw what process 0 draws.
-    states = [torch.get_rng_state(), random.getstate(), numpy and numpy.random.get_state()]
+    states = [random_states()]
     dist.broadcast_object_list(states)
-    torch.set_rng_state(states[0])
-    random.setstate(states[1])
-    if numpy:
-        numpy.random.set_state(states[2])''',
+    set_random_states(states[0])  # from here on all processes draw what process 0 draws''',
+    "random_states": '''\
+def random_states():
+    """Return the states of all random generators: torch's, Python's and NumPy's."""
+    states = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    if "numpy" in sys.modules:
+        name, keys, *others = sys.modules["numpy"].random.get_state()
+        states["numpy"] = name, keys.tolist(), *others
+    return states''',
+    "set_random_states": '''\
+def set_random_states(states):
+    """Let all random generators go on from these states."""
+    torch.set_rng_state(states["torch"])
+    random.setstate(states["python"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
+    if "numpy" in states and "numpy" in sys.modules:
+        sys.modules["numpy"].random.set_state(states["numpy"])''',
     "ShareOfSampler": '''\
 class ShareOfSampler:
     """What this process takes of a sampler: process 0 draws for all."""
@@ -258,7 +272,7 @@ class Nothing:
 def save_snapshot(path, parts, /, **values):
     """Save all that the training goes on with: parts, values, and random numbers."""
     generators = [None] * dist.get_world_size()
-    dist.all_gather_object(generators, torch.get_rng_state())
+    dist.all_gather_object(generators, random_states())
     states = {name: part.state_dict() for name, part in parts.items()}
     save_once({**values, "parts": states, "random": generators}, path)''',
     "Attributes": '''\
@@ -301,6 +315,30 @@ class Attributes:
             elif isinstance(before, torch.Tensor):
                 value = value.to(before.device)
             vars(self.owner)[name] = value''',
+    "GeneratorState": '''\
+class GeneratorState:
+    """The state of a random generator of torch, NumPy or Python, as a part of a snapshot."""
+
+    def __init__(self, generator):
+        self.generator = generator
+
+    def state_dict(self):
+        generator = self.generator
+        if hasattr(generator, "bit_generator"):
+            return {"state": generator.bit_generator.state}
+        if hasattr(generator, "getstate"):
+            return {"state": generator.getstate()}
+        state = generator.get_state()
+        if isinstance(state, tuple):  # of an older generator of NumPy
+            state = tuple(part.tolist() if hasattr(part, "tolist") else part for part in state)
+        return {"state": state}
+
+    def load_state_dict(self, state):
+        generator = self.generator
+        if hasattr(generator, "bit_generator"):
+            generator.bit_generator.state = state["state"]
+        else:
+            (getattr(generator, "set_state", None) or generator.setstate)(state["state"])''',
     "load_snapshot": '''\
 def load_snapshot(path, parts):
     """Load a snapshot, if there is one, into the parts; return its values."""
@@ -312,7 +350,7 @@ def load_snapshot(path, parts):
     for name, part in parts.items():
         part.load_state_dict(snapshot["parts"][name])
     if dist.get_rank() < len(snapshot["random"]):
-        torch.set_rng_state(snapshot["random"][dist.get_rank()])
+        set_random_states(snapshot["random"][dist.get_rank()])
     return snapshot''',
     "watch_for_stop": '''\
 stop_signals = []

@@ -115,7 +115,7 @@ def free_names(fragments: list[Fragment]) -> set[str]:
         item = fragment.statement
         names = find_nodes(item, ast.Name)
         read = {node.id for node in names if not isinstance(node.ctx, ast.Store)}
-        inner = [item] if hasattr(item, "body") else find_nodes(item, ast.comprehension)
+        inner = [*[item] * hasattr(item, "body"), *find_nodes(item, ast.comprehension)]
         free |= read - vars(builtins).keys() - bound.union(*map(stored_names, inner))
         bound |= set(stored_names(item))
     return free

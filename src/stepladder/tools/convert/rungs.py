@@ -211,15 +211,39 @@ def _share_rows(conversion: Conversion) -> Edits:
         if not around and not isinstance(scope, ast.Module):
             named += parameters_of(scope)
         line = statement.lineno
-        loaded = {node.id for node in file.nodes(ast.Name, scope) if node.lineno >= line}
-        names = [name for name in dict.fromkeys(named) if name in having_rows & loaded]
-        if not names:
+        loaded = [n.id for n in file.nodes(ast.Name, scope) if n.lineno >= line]
+        used = [name for name in dict.fromkeys(loaded) if name in having_rows]
+        slices = list(_slices_with(conversion, location, around)) if around else []
+        if names := [name for name in used if name in named]:
+            text = ", ".join(names)
+            yield file.insert_before(statement, f"{text} = share_rows({text})")
+        elif slices:
+            for node in slices:
+                yield from file.wrap(node, "share_rows(")
+        elif used and around:  # all samples in each step
+            text = ", ".join(used)
+            yield file.insert_before(around[-1], f"{text} = share_rows({text})")
+        else:
             raise CannotConvert(
                 f"{location.file}:{location.line} calls the model with rows that have no name:"
                 " write `x = ...` and `y = ...` before it in the loop"
             )
-        text = ", ".join(names)
-        yield file.insert_before(statement, f"{text} = share_rows({text})")
+
+
+def _slices_with(
+    conversion: Conversion, location: Location, around: list[Loop]
+) -> Iterator[ast.Subscript]:
+    """Yield what a loop cuts as it cuts what a call on a line gets: `X[i:j]` and `Y[i:j]`."""
+    file = conversion.file(location)
+    cut = {
+        file.text_of(argument.slice)
+        for call in file.nodes_at(ast.Call, location.line)
+        for argument in call.args
+        if isinstance(argument, ast.Subscript)
+    }
+    for node in file.nodes(ast.Subscript, around[0]):
+        if file.text_of(node.slice) in cut and isinstance(node.ctx, ast.Load):
+            yield node
 
 
 def find_epoch_loops(conversion: Conversion) -> Iterator[tuple[SourceText, ast.For]]:
@@ -248,6 +272,15 @@ def find_loops_by_hand(conversion: Conversion) -> Iterator[tuple[SourceText, Loo
     for loader in conversion.facts.loaders:
         for uses in loader.uses * (loader.is_training and loader.is_by_hand):
             yield from islice(_find_loops_around(conversion, uses), 1)
+
+
+def counter_of(loop: Loop) -> str:
+    """Return the variable that a loop counts up in each turn; empty if there is none."""
+    for item in loop.body:
+        match item:
+            case ast.AugAssign(ast.Name(id=name), ast.Add(), ast.Constant(value=1)):
+                return name
+    return ""
 
 
 def _find_loops_around(

@@ -14,6 +14,7 @@ from stepladder.tools.convert.conversion import Conversion, Edits
 from stepladder.tools.convert.rungs import (
     added_to,
     assigned_before,
+    counter_of,
     find_epoch_loops,
     find_loops_by_hand,
     find_training_loops,
@@ -21,6 +22,7 @@ from stepladder.tools.convert.rungs import (
 )
 from stepladder.tools.convert.source import INDENT, CannotConvert, Edit, Loop, SourceText
 
+FORMS_OF_PARTS = {"model": "inner_model({})", "generator": "GeneratorState({})"}
 STEPS_BETWEEN_SNAPSHOTS = "steps_between_snapshots = 100  # of a training without epochs"
 # What comes before the loop over epochs, and at the end of an epoch.
 STOP_FORMS = {
@@ -73,34 +75,35 @@ def _find_saving_loop(conversion: Conversion) -> _SavingLoop:
     for file, loop in find_loops_by_hand(conversion):
         if isinstance(loop, ast.For):
             return _SavingLoop(file, loop, f"({name_of_epoch(file, loop)} + 1)", is_of_steps=True)
-        counters = [
-            item.target.id
-            for item in loop.body
-            if isinstance(item, ast.AugAssign) and isinstance(item.target, ast.Name)
-            if ast.unparse(item.value) == "1"
-        ]
-        if isinstance(loop, ast.While) and counters:
-            return _SavingLoop(file, loop, counters[0], is_of_steps=True)
+        if isinstance(loop, ast.While) and (counter := counter_of(loop)):
+            return _SavingLoop(file, loop, counter, is_of_steps=True)
     raise CannotConvert("no loop over epochs, and none that counts steps: when is it to save?")
 
 
-def parts_of(conversion: Conversion, file: SourceText, loop: Loop) -> list[str]:
-    scope = file.scope_of(loop)
+def parts_of(conversion: Conversion, file: SourceText, loop: Loop) -> dict[str, str]:
+    """Return what has a state to save: its name in the function of a loop, and its form.
+
+    Raises:
+        CannotConvert: A model, an optimizer, a schedule or a scaler has no name there.
+    """
+    scope, facts = file.scope_of(loop), conversion.facts
+    kinds = {
+        event.object: event.what
+        for event in facts.log.select(NamesInUse)
+        if event.what != "loader"
+        and (event.what != "model" or event.object in facts.trained_models)
+    }
     names: dict[int, str] = {}
-    needed: set[int] = set()
-    for event in conversion.facts.log.select(NamesInUse):
-        if event.what == "loader":
-            continue
-        if event.what != "model" or event.object in conversion.facts.trained_models:
-            needed.add(event.object)
-        for location, _, name in conversion.facts.uses_in(event):
+    for event in facts.log.select(NamesInUse):
+        for location, _, name in facts.uses_in(event):
             if name and conversion.is_known(location) and conversion.scope(location) is scope:
                 names.setdefault(event.object, name)
-    if needed - names.keys():
+    if any(kind != "generator" for item, kind in kinds.items() if item not in names):
         raise CannotConvert(
             f"{file.name}:{loop.lineno} has no name for a model, an optimizer or a schedule"
         )
-    return [names[item] for item in names if item in needed]
+    named = [(name, kinds[item]) for item, name in names.items() if item in kinds]
+    return {name: FORMS_OF_PARTS.get(kind, "{}").format(name) for name, kind in named}
 
 
 def _changing_values(file: SourceText, loop: Loop) -> list[str]:
@@ -147,11 +150,7 @@ def save_and_resume(conversion: Conversion) -> Edits:
     saving = _find_saving_loop(conversion)
     file, loop = saving.file, saving.loop
     changing = _changing_values(file, loop)
-    models = conversion.facts.model_names
-    forms = {
-        name: f"inner_model({name})" if name in models else name
-        for name in parts_of(conversion, file, loop)
-    }
+    forms = parts_of(conversion, file, loop)
     for name in _owners_in(conversion, file, loop):
         forms.setdefault(name, f"Attributes({name})")
     parts = ", ".join(f'"{name.removeprefix("self.")}": {form}' for name, form in forms.items())

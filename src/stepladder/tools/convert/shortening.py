@@ -7,6 +7,7 @@ import ast
 from stepladder.tools.check.script_source import parameters_of, stored_names
 from stepladder.tools.convert.conversion import Conversion, Edits
 from stepladder.tools.convert.rungs import (
+    counter_of,
     find_epoch_loops,
     find_lines_not_judged,
     find_loops_by_hand,
@@ -30,7 +31,9 @@ def shorten_epochs(conversion: Conversion, epochs: int) -> Edits:
             yield from _take_first(file, by_hand, STEPS)
         elif isinstance(by_hand, ast.While):
             turns = f'vars(__import__("builtins")).setdefault("turns", iter(range({STEPS}, 0, -1)))'
-            yield from file.wrap(by_hand.test, f"next({turns}, 0) and (", ")")
+            counter = counter_of(by_hand)
+            has_turns = f"{counter} < {STEPS}" if counter else f"next({turns}, 0)"
+            yield from file.wrap(by_hand.test, f"{has_turns} and (", ")")
     conditions = {
         (file, node.test): None
         for file, call in find_lines_not_judged(conversion, SELDOM)
@@ -45,9 +48,17 @@ def shorten_epochs(conversion: Conversion, epochs: int) -> Edits:
 
 
 def _take_first(file: SourceText, loop: ast.For, turns: int) -> list[Edit]:
-    """Return the edits by which a loop makes its first turns. No line is added: runs tell lines."""
-    before = f'__import__("itertools").islice([{_lower_end(file, loop, turns)}, '
-    return file.wrap(loop.iter, before, f"][1], {turns})")
+    """Return the edits by which a loop makes its first turns. No line is added: runs tell lines.
+
+    A loop over a range ends at the same number where a later rung begins it at another one.
+    """
+    begin, end = "islice(", f", {turns})"
+    match loop.iter:
+        case ast.Call(func=ast.Name(id="range"), args=[_] | [_, _] as args):
+            first = file.text_of(args[0]) if len(args) > 1 else "0"
+            begin, end = f"takewhile(({first} + {turns}).__gt__, ", ")"
+    lowered = f"[{_lower_end(file, loop, turns)}, "
+    return file.wrap(loop.iter, f'__import__("itertools").{begin}{lowered}', f"][1]{end}")
 
 
 def _lower_end(file: SourceText, loop: ast.For, turns: int) -> str:

@@ -55,13 +55,19 @@ def record_model(hook: WrappedCall) -> Any:
 
 
 def record_rows(count: int) -> None:
-    """Record the variables of a function that have as many rows as the input of its model."""
+    """Record the variables of a function that have as many rows as the input of its model.
+
+    Also the random generators that functions have then.
+    """
     for frame in islice(user_frames(), 1):
         line = current_log().line_of(frame)
         if (key := (count, line.file, line.line)) not in recorded:
             recorded.add(key)
             names = [name for name, value in frame.f_locals.items() if has_rows(value, count)]
             current_log().write(RowNames(names=names), line)
+            for value in (value for each in user_frames() for _, value in named(each)):
+                if digests.generator_state(value):
+                    record_names("generator", value)
 
 
 @default_on_error(bool)

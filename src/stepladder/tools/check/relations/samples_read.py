@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from operator import attrgetter
 
 from stepladder.tools.check.recording import LoaderPass, RankLog, Recording
 from stepladder.tools.check.relations.frozen_runs import FrozenRuns, Violation
@@ -61,7 +60,7 @@ def are_of_one_data_set(runs: FrozenRuns) -> bool:
 
 
 def trains_one_data_set(runs: FrozenRuns) -> bool:
-    return is_part(runs, attrgetter("training_passes"))
+    return is_part(runs, passes_of_training)
 
 
 def is_part(runs: FrozenRuns, passes_of: Callable[[RankLog], list[LoaderPass]]) -> bool:
@@ -71,11 +70,15 @@ def is_part(runs: FrozenRuns, passes_of: Callable[[RankLog], list[LoaderPass]]) 
 
 
 def training_samples(run: Recording) -> SamplesRead:
-    return SamplesRead.read(one_pass for log in run.ranks for one_pass in log.training_passes)
+    return SamplesRead.read(one_pass for log in run.ranks for one_pass in passes_of_training(log))
+
+
+def passes_of_training(log: RankLog) -> list[LoaderPass]:
+    return [one_pass for one_pass in log.all_passes if one_pass.is_training]
 
 
 def passes_without_training(log: RankLog) -> list[LoaderPass]:
-    return [one_pass for one_pass in log.passes if not one_pass.is_training]
+    return [one_pass for one_pass in log.all_passes if not one_pass.is_training]
 
 
 def violations(runs: FrozenRuns) -> Iterator[Violation]:
@@ -86,7 +89,7 @@ def violations(runs: FrozenRuns) -> Iterator[Violation]:
     reference, compared = training_samples(runs.reference), training_samples(runs.compared)
     if reference.counts is None or compared.counts is None or not trains_one_data_set(runs):
         return
-    passes = [p for log in runs.compared.ranks for p in log.training_passes]
+    passes = [p for log in runs.compared.ranks for p in passes_of_training(log)]
     if not any(one_pass.end for one_pass in passes):
         return
     missing = sorted(reference.counts.keys() - compared.counts.keys(), key=str)
