@@ -27,9 +27,15 @@ import torch
 model = torch.nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 data = torch.randn(64, 4)
+
+
+def take(step):
+    return data[8 * step : 8 * step + 8]
+
+
 for step in range(8):
     optimizer.zero_grad()
-    model(data[8 * step : 8 * step + 8]).square().mean().backward()
+    model(take(step)).square().mean().backward()
     optimizer.step()
 """
 
@@ -64,15 +70,61 @@ def convert_in(folder: Path, monkeypatch: pytest.MonkeyPatch, last: str) -> Conv
     return convert(ConversionRequest(folder / "train.py", (), last))
 
 
+def convert_script(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch, last: str) -> str:
+    """Convert a script up to a rung, and return the text of train_ddp.py, which is written."""
+    shutil.copy(Path(__file__).parent / "scripts" / f"{name}.py", folder / "train.py")
+    result = convert_in(folder, monkeypatch, last)
+    assert result.stopped == ""
+    (folder / "train_ddp.py").write_text(result.files["train.py"])
+    return result.files["train.py"]
+
+
 @pytest.mark.slow
-def test_samples_that_are_cut_by_hand_are_left_to_a_person(
+def test_samples_that_are_cut_by_hand_need_a_name_and_are_shared_as_they_are_cut(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "train.py").write_text(BY_HAND)
-    result = convert_in(tmp_path, monkeypatch, "a")
-    assert not result.rungs and not result.files
-    assert "reads no torch DataLoader" in result.stopped
+    result = convert_in(tmp_path, monkeypatch, "b")
+    assert "train.py:14 calls the model with rows that have no name: write" in result.stopped
     assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
+    cut = "data[8 * step : 8 * step + 8]"
+    (tmp_path / "train.py").write_text(BY_HAND.replace("model(take(step))", f"model({cut})"))
+    result = convert_in(tmp_path, monkeypatch, "c")
+    assert result.stopped == ""
+    assert f"model(share_rows({cut}))" in result.files["train.py"]
+
+
+@pytest.mark.slow
+def test_batches_that_no_loader_cuts_give_the_same_numbers_on_any_number_of_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = convert_script("cut_by_hand", tmp_path, monkeypatch, "f")
+    assert "        batch = share_rows(batch)\n        loss =" in text
+    starts = ((), ("--nproc", "2"), ("--nproc", "4"))
+    runs = [run("run", *flags, "train_ddp.py", cwd=tmp_path) for flags in starts]
+    assert [done.returncode for done in runs] == [0, 0, 0]
+    lines = [done.stdout.replace("[rank 0] ", "").splitlines()[-4:] for done in runs]
+    assert lines[0] == lines[1] == lines[2]
+    refused = run("run", "--nproc", "3", "train_ddp.py", cwd=tmp_path)
+    assert refused.returncode
+    assert "a batch of 40 has no equal shares for 3 processes" in refused.stdout + refused.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.corpus
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("cut_by_hand", '"rng": GeneratorState(rng)'),
+        ("windows", "losses['held out'] = mean_over_processes(losses['held out'])"),
+        ("windows", "if step % steps_between_snapshots == 0:\n        save_snapshot("),
+    ],
+)
+def test_a_training_without_a_loader_is_resumed(
+    name: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert expected in convert_script(name, tmp_path, monkeypatch, RUNGS[-1].letter)
+    assert run("run", "--nproc", "2", "train_ddp.py", cwd=tmp_path).returncode == 0
 
 
 CARRIED = """\

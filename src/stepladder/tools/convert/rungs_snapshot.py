@@ -155,8 +155,8 @@ def save_and_resume(conversion: Conversion) -> Edits:
         forms.setdefault(name, f"Attributes({name})")
     parts = ", ".join(f'"{name.removeprefix("self.")}": {form}' for name, form in forms.items())
     path = _free_name(conversion)
-    lines = [f"parts = {{{parts}}}", f'snapshot = load_snapshot("{path}", parts)']
-    lines += [f'{name} = snapshot.get("{name}", {name})' for name in changing]
+    lines = [f"saved_parts = {{{parts}}}", f'last_saved = load_snapshot("{path}", saved_parts)']
+    lines += [f'{name} = last_saved.get("{name}", {name})' for name in changing]
     lines += [STEPS_BETWEEN_SNAPSHOTS] * saving.is_of_steps
     yield file.insert_before(loop, "\n".join(lines))
     values = "".join(f", {name}={name}" for name in changing)
@@ -166,7 +166,7 @@ def save_and_resume(conversion: Conversion) -> Edits:
         epoch = name_of_epoch(file, loop)
         if file.text_of(loop.target) != epoch:
             yield file.replace(loop.target, epoch)
-    yield saving.insert_at_end(f'save_snapshot("{path}", parts{values})')
+    yield saving.insert_at_end(f'save_snapshot("{path}", saved_parts{values})')
 
 
 def _begin_at(file: SourceText, loop: ast.For) -> Edit:
@@ -177,9 +177,9 @@ def _begin_at(file: SourceText, loop: ast.For) -> Edit:
     """
     match loop.iter:
         case ast.Call(func=ast.Name(id="range"), args=[end], keywords=[]):
-            return file.replace(end, f'snapshot.get("epoch", 0), {file.text_of(end)}')
+            return file.replace(end, f'last_saved.get("epoch", 0), {file.text_of(end)}')
         case ast.Call(func=ast.Name(id="range"), args=[first, _], keywords=[]):
-            return file.replace(first, f'snapshot.get("epoch", {file.text_of(first)})')
+            return file.replace(first, f'last_saved.get("epoch", {file.text_of(first)})')
     raise CannotConvert(f"{file.name}:{loop.lineno} is no loop over a range")
 
 

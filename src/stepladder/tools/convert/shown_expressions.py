@@ -46,7 +46,7 @@ def find_deciding_value(file: SourceText, shown: ast.expr) -> ast.expr | None:
     what is assigned to a variable, or an attribute.
     """
     scope = file.scope_of(shown)
-    tested = {text for test in _tests_in(scope) for text in _names_in(file, test)}
+    tested = {text for test in _tests_in(scope) for text in _names_in(test)}
     stored = stored_names(scope)
     known = {
         target.id: item.value
@@ -60,7 +60,7 @@ def find_deciding_value(file: SourceText, shown: ast.expr) -> ast.expr | None:
     value: ast.expr | None = shown
     while isinstance(value, ast.Name):
         value = known.pop(value.id, None) if value.id in tested else None
-    is_decided = value is not shown or file.text_of(shown) in tested
+    is_decided = value is not shown or ast.unparse(shown) in tested
     return value if is_decided else None
 
 
@@ -69,10 +69,10 @@ def _tests_in(scope: ast.AST) -> list[ast.expr]:
     return [*tests, *(item.test for item in find_nodes(scope, ast.While))]
 
 
-def _names_in(file: SourceText, node: ast.AST) -> set[str]:
+def _names_in(node: ast.AST) -> set[str]:
     """Return the variables, attributes and items in an expression."""
     kinds = (ast.Name, ast.Attribute, ast.Subscript)
-    return {file.text_of(item) for kind in kinds for item in find_nodes(node, kind)}
+    return {ast.unparse(item) for kind in kinds for item in find_nodes(node, kind)}
 
 
 def take_of_all(file: SourceText, node: ast.expr, helper: str) -> list[Edit]:
@@ -81,8 +81,8 @@ def take_of_all(file: SourceText, node: ast.expr, helper: str) -> list[Edit]:
     An attribute or an item by which the script decides gets it before the first statement that
     reads it.
     """
-    text, shown = file.text_of(node), file.statement_at(node.lineno)
-    tests = [test for test in _tests_in(file.scope_of(node)) if text in _names_in(file, test)]
+    text, shown = ast.unparse(node), file.statement_at(node.lineno)
+    tests = [test for test in _tests_in(file.scope_of(node)) if text in _names_in(test)]
     if not isinstance(node, ast.Attribute | ast.Subscript) or not tests:
         return file.wrap(node, f"{helper}(")
     tested = {item for test in tests for item in file.parents_of(test)}
