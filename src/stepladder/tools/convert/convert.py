@@ -21,6 +21,7 @@ from stepladder.tools.check.script_source import read_source
 from stepladder.tools.convert.conversion import Conversion
 from stepladder.tools.convert.facts import ScriptFacts
 from stepladder.tools.convert.ladder import RUNGS, Rung, compose
+from stepladder.tools.convert.loops import find_loops_by_hand
 from stepladder.tools.convert.proof import (
     RungProof,
     prove,
@@ -29,7 +30,7 @@ from stepladder.tools.convert.proof import (
     starts_of_original,
     why_failed,
 )
-from stepladder.tools.convert.rungs import find_loops_by_hand, is_of_evaluation
+from stepladder.tools.convert.rungs import is_of_evaluation
 from stepladder.tools.convert.rungs_files import describe_not_judged, write_once
 from stepladder.tools.convert.rungs_snapshot import STEPS_BETWEEN_SNAPSHOTS
 from stepladder.tools.convert.shortening import shorten_epochs

@@ -14,7 +14,7 @@ from stepladder.tools.check.script_source import argument_of, find_nodes, last_n
 from stepladder.tools.convert.batch_loop import BatchLoop, MadeFunction, find_calls
 from stepladder.tools.convert.conversion import Conversion
 from stepladder.tools.convert.job_fragments import IMPORTED, Fragment, find_top, keep_needed
-from stepladder.tools.convert.rungs import find_epoch_loops
+from stepladder.tools.convert.loops import find_epoch_loops
 from stepladder.tools.convert.source import INDENT, CannotConvert, SourceText
 
 RECOGNIZED = {"zero_grad", "backward", "step", "train", "unscale_", "update"}

@@ -11,15 +11,14 @@ from textwrap import indent
 from stepladder.tools.check.events import NamesInUse
 from stepladder.tools.check.script_source import dotted_name, find_nodes, stored_names
 from stepladder.tools.convert.conversion import Conversion, Edits
-from stepladder.tools.convert.rungs import (
-    added_to,
-    assigned_before,
+from stepladder.tools.convert.loops import (
     counter_of,
     find_epoch_loops,
     find_loops_by_hand,
     find_training_loops,
     name_of_epoch,
 )
+from stepladder.tools.convert.rungs import added_to, assigned_before
 from stepladder.tools.convert.source import INDENT, CannotConvert, Edit, Loop, SourceText
 
 FORMS_OF_PARTS = {"model": "inner_model({})", "generator": "GeneratorState({})"}

@@ -6,16 +6,12 @@ import ast
 
 from stepladder.tools.check.script_source import parameters_of, stored_names
 from stepladder.tools.convert.conversion import Conversion, Edits
-from stepladder.tools.convert.rungs import (
-    counter_of,
-    find_epoch_loops,
-    find_lines_not_judged,
-    find_loops_by_hand,
-)
+from stepladder.tools.convert.loops import counter_of, find_epoch_loops, find_loops_by_hand
+from stepladder.tools.convert.rungs import find_lines_not_judged
 from stepladder.tools.convert.source import Edit, SourceText
 
 SELDOM = 10  # numbers of a line, in a run of perhaps more epochs than those that follow
-STEPS = 9  # as of a loader
+TURNS_BY_HAND = 9  # as of a loader
 FIRST_STEPS = 4  # enough for a mean, and few where the script evaluates in these steps
 
 
@@ -26,14 +22,7 @@ def shorten_epochs(conversion: Conversion, epochs: int) -> Edits:
     """
     for file, loop in find_epoch_loops(conversion):
         yield from _take_first(file, loop, epochs)
-    for file, by_hand in dict.fromkeys(find_loops_by_hand(conversion)):
-        if isinstance(by_hand, ast.For):
-            yield from _take_first(file, by_hand, STEPS)
-        elif isinstance(by_hand, ast.While):
-            turns = f'vars(__import__("builtins")).setdefault("turns", iter(range({STEPS}, 0, -1)))'
-            counter = counter_of(by_hand)
-            has_turns = f"{counter} < {STEPS}" if counter else f"next({turns}, 0)"
-            yield from file.wrap(by_hand.test, f"{has_turns} and (", ")")
+    yield from _shorten_loops_by_hand(conversion)
     conditions = {
         (file, node.test): None
         for file, call in find_lines_not_judged(conversion, SELDOM)
@@ -45,6 +34,18 @@ def shorten_epochs(conversion: Conversion, epochs: int) -> Edits:
             if isinstance(node.left, ast.BinOp) and isinstance(node.left.op, ast.Mod):
                 text = f" or {file.text_of(node.left)} < {FIRST_STEPS})"
                 yield from file.wrap(node, "(", text)
+
+
+def _shorten_loops_by_hand(conversion: Conversion) -> Edits:
+    for file, by_hand in dict.fromkeys(find_loops_by_hand(conversion)):
+        if isinstance(by_hand, ast.For):
+            yield from _take_first(file, by_hand, TURNS_BY_HAND)
+        elif isinstance(by_hand, ast.While):
+            has_turns = f"{counter_of(by_hand)} < {TURNS_BY_HAND}"
+            if not counter_of(by_hand):
+                turns = f'setdefault("turns", iter(range({TURNS_BY_HAND}, 0, -1)))'
+                has_turns = f'next(vars(__import__("builtins")).{turns}, 0)'
+            yield from file.wrap(by_hand.test, f"{has_turns} and (", ")")
 
 
 def _take_first(file: SourceText, loop: ast.For, turns: int) -> list[Edit]:

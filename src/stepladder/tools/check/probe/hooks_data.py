@@ -124,6 +124,14 @@ class PassCounters:
         if self.steps:
             self.trained[key] += 1
 
+    def ends_pass_by_hand(self) -> bool:
+        """Count a step without a pass over a loader, and return whether so many are one."""
+        self.steps_by_hand += not self.running
+        self.seconds_since_first_pass()
+        ends_pass = not self.running and self.steps_by_hand % STEPS_OF_A_PASS == 0
+        self.trained[BY_HAND] += ends_pass
+        return ends_pass
+
     def seconds_since_first_pass(self) -> float:
         now = time.monotonic()
         if self.began is None:
@@ -236,12 +244,8 @@ def end_if_enough(key: str) -> None:
 
 def end_if_enough_steps() -> None:
     """End this rank after a step without a loader if the check has enough: so many are a pass."""
-    if not pass_counters.running:
-        pass_counters.seconds_since_first_pass()
-        pass_counters.steps_by_hand += 1
-        if pass_counters.steps_by_hand % STEPS_OF_A_PASS == 0:
-            pass_counters.trained[BY_HAND] += 1
-            end_if_enough(BY_HAND)
+    if pass_counters.ends_pass_by_hand():
+        end_if_enough(BY_HAND)
 
 
 def describe_loader(loader: Any) -> Fields:
