@@ -11,7 +11,7 @@ SHAKESPEARE ?= data/shakespeare
 DEVICE ?= cuda
 SEED ?= 1
 MINUTES ?= 10
-CASES ?= 2
+CASES ?= 1
 VERSION := -c 'import sys; print("-python-%d.%d" % sys.version_info[:2])' 2>/dev/null || echo -python-none
 ifneq ($(origin PYTHON),file)  # a second line is the version of PYTHON, which is not that of .venv
 OTHER := $(shell [ ! -x .venv/bin/python ] || { .venv/bin/python $(VERSION); $(PYTHON) $(VERSION); } | uniq | sed -n 2p)
@@ -32,7 +32,7 @@ help:
 	@echo "make demo       train handwritten digits on two processes: installation included, two minutes or more"
 	@echo "make test       the tests: about five minutes on two cores; TORCH=2.15.0 tests with that version of torch"
 	@echo "make test-skipped  what the last make test skipped, after an installation of Slurm, sshd or chromium"
-	@echo "make test-slow  those that take longer, two cases of each, half an hour on two cores; all cases: CASES=0"
+	@echo "make test-slow  those that take longer, one case of each, 25 minutes on two cores; all cases: CASES=0"
 	@echo "make check      lint, types and tests, as before every change"
 	@echo "make wheels     build slurm-lab and stepladder-exchange, test each alone in an empty environment, and install stepladder with them: four minutes"
 	@echo "make lessons    every lesson, every exercise and every solution: about five minutes"

@@ -17,6 +17,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -144,7 +145,9 @@ def left_after_end() -> list[str]:
     import torch.distributed as dist
 
     used = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
-    used += [str(path.readlink()) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    for path in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):  # a thread may close one at any time
+            used.append(str(path.readlink()))
     left = [f"a file {name}" for name in used if HOST_MEMORY in name]  # which would stay
     dist.destroy_process_group()
     others = [thread for thread in threading.enumerate() if thread is not threading.main_thread()]

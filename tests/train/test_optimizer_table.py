@@ -104,6 +104,7 @@ def test_an_option_that_torch_refuses_in_a_step_is_one_line(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
+@pytest.mark.every_case
 @pytest.mark.ranks
 @pytest.mark.parametrize("table", [OPTIMIZERS, SCHEDULES], ids=["optimizers", "schedules"])
 def test_each_has_the_same_weights_in_all_ways_or_is_refused(
