@@ -127,6 +127,20 @@ def test_a_training_without_a_loader_is_resumed(
     assert run("run", "--nproc", "2", "train_ddp.py", cwd=tmp_path).returncode == 0
 
 
+@pytest.mark.slow
+@pytest.mark.corpus
+def test_a_loss_that_a_sum_over_a_mask_divides_is_that_of_all_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = convert_script("masked", tmp_path, monkeypatch, "f")
+    assert "(losses * mask).sum() / mean_in_training(mask.sum())" in text
+    assert "mean_by_batches(sum(losses) / len(losses))" in text
+    one = run("run", "--independent", "train.py", cwd=tmp_path)
+    two = run("run", "--nproc", "2", "train_ddp.py", cwd=tmp_path)
+    assert [one.returncode, two.returncode] == [0, 0]
+    assert one.stdout.splitlines()[-3:] == two.stdout.replace("[rank 0] ", "").splitlines()[-3:]
+
+
 CARRIED = """\
 import torch
 from torch import nn

@@ -221,6 +221,12 @@ class ScriptFacts:
         return list(dict.fromkeys(self.location(line) for line in means if line))
 
     @cached_property
+    def sums_in_training(self) -> set[Location]:
+        """The lines that compute a sum for a step, as over a mask."""
+        sums = [e.at for e in self.training_events if isinstance(e, Statistic) and not e.is_mean]
+        return {self.location(line) for line in sums if line}
+
+    @cached_property
     def calls_that_train_nothing(self) -> set[Location]:
         """The lines that call trained models, and never for a step."""
         for_a_step = {self.location(event.at) for event in self.training_calls if event.at}

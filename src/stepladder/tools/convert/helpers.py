@@ -180,6 +180,10 @@ def mean_over_processes(value):
     if isinstance(value, tuple):
         return tuple(map(mean_over_processes, value))
     return sum_over_processes(value) / dist.get_world_size()''',
+    "mean_in_training": '''\
+def mean_in_training(value):
+    """Return the mean of a number over all processes, where gradients are computed."""
+    return mean_over_processes(value) if torch.is_grad_enabled() else value''',
     "mean_by_batches": '''\
 def mean_by_batches(value):
     """Return the mean over all batches of the last pass, from the mean of this process's."""

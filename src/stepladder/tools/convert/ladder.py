@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from stepladder.tools.check.script_source import stored_names
-from stepladder.tools.convert import rungs, rungs_files, rungs_snapshot
+from stepladder.tools.convert import rungs, rungs_files, rungs_losses, rungs_snapshot
 from stepladder.tools.convert.conversion import Conversion, Edits
 from stepladder.tools.convert.helpers import HELPERS, IMPORTS
 from stepladder.tools.convert.source import Edit, EditedText, SourceText
@@ -63,8 +63,9 @@ RUNGS = (
         "Each process would train another model, on its share alone.",
         (
             rungs.wrap_models,
-            rungs.scale_summed_loss,
-            rungs.weigh_losses,
+            rungs_losses.scale_summed_loss,
+            rungs_losses.weigh_losses,
+            rungs_losses.divide_by_sums_of_all,
             partial(rungs.wrap_models, arguments=", find_unused_parameters=True"),
             partial(rungs.wrap_models, arguments=", broadcast_buffers=False"),
             rungs.average_by_hooks,
@@ -84,7 +85,11 @@ RUNGS = (
         "show the numbers of all processes",
         "Sums and means are those of all processes, and one process prints and logs.",
         "Each process would print its own numbers, of its share alone.",
-        (rungs.sum_numbers_of_training, rungs.keep_numbers_of_training, rungs.keep_shown_losses),
+        (
+            rungs.sum_numbers_of_training,
+            rungs.keep_numbers_of_training,
+            rungs_losses.keep_shown_losses,
+        ),
         frozenset({"samples", "gradients", "shown-numbers"}),
     ),
     Rung(

@@ -381,8 +381,13 @@ def is_of_evaluation(conversion: Conversion, file: SourceText, node: ast.expr) -
     kinds = []
     for of_training in (False, True):
         loaders = [item for item in conversion.facts.loaders if item.is_training is of_training]
-        uses = chain.from_iterable(use for loader in loaders for use in loader.uses)
+        uses = list(chain.from_iterable(use for loader in loaders for use in loader.uses))
         known = {use.name for use in uses}
+        for use in uses:  # in a comprehension, say
+            if use.location.file == file.name and not isinstance(node, ast.Call):
+                statement = conversion.statement(use.location)
+                if not hasattr(statement, "body"):
+                    known |= {item.id for item in file.nodes(ast.Name, statement)}
         for other, loop, _ in _find_loops_over(conversion, of_training):
             if other is file and not isinstance(node, ast.Call):
                 known |= {item.id for item in file.nodes(ast.Name, loop)}
@@ -540,44 +545,3 @@ def find_lines_not_judged(
         count = max(counts.get(location, 0) for location in locations_of(file, call))
         if not is_fixed and is_of_main and count < needed:
             yield file, call
-
-
-def weigh_losses(conversion: Conversion) -> Edits:
-    """Wrap models, and weigh the loss of each share by the weights of its targets.
-
-    A mean over targets with weights, or without those that are ignored, divides by another number
-    in each share.
-    """
-    yield from wrap_models(conversion)
-    for file, call in _calls_of_losses(conversion):
-        yield file.replace_between(call.func, call.args[0], ", ")
-        yield from file.wrap(call, "weigh_share(", "")
-
-
-def _calls_of_losses(conversion: Conversion) -> Iterator[tuple[SourceText, ast.Call]]:
-    for location in filter(conversion.is_known, conversion.facts.means_in_training):
-        file = conversion.file(location)
-        calls = [call for call in file.nodes_at(ast.Call, location.line) if len(call.args) > 1]
-        for call in calls[-1:]:  # the outermost
-            yield file, call
-
-
-def keep_shown_losses(conversion: Conversion) -> Edits:
-    """Let a weighed loss show the mean of its share: the script itself weighs what it adds up."""
-    if conversion.ways.get("c") is not weigh_losses:
-        raise CannotConvert("no loss is weighed")
-    yield from sum_numbers_of_training(conversion)
-    for file, call in _calls_of_losses(conversion):
-        yield file.insert_in_call(call, "shows_share=True")
-
-
-def scale_summed_loss(conversion: Conversion) -> Edits:
-    """Wrap models, and multiply each loss by the number of processes: it is a sum over samples."""
-    yield from wrap_models(conversion)
-    for location in filter(conversion.is_known, conversion.facts.backwards):
-        file = conversion.file(location)
-        for call in conversion.calls(location, "backward"):
-            if isinstance(call.func, ast.Attribute):
-                value = call.func.value
-                yield from file.wrap(value, "(", " * dist.get_world_size())")
-                break
