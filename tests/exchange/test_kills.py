@@ -20,7 +20,9 @@ def exchange_kills() -> Iterator[ModuleType]:
         yield exchange_kills
 
 
-@pytest.mark.parametrize("kills", [3, pytest.param(50, marks=[pytest.mark.slow, pytest.mark.corpus])])
+@pytest.mark.parametrize(
+    "kills", [3, pytest.param(50, marks=[pytest.mark.slow, pytest.mark.corpus])]
+)
 def test_the_others_name_a_killed_rank_and_leave_nothing(
     exchange_kills: ModuleType, kills: int
 ) -> None:
