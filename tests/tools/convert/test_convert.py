@@ -141,6 +141,41 @@ def test_a_loss_that_a_sum_over_a_mask_divides_is_that_of_all_processes(
     assert one.stdout.splitlines()[-3:] == two.stdout.replace("[rank 0] ", "").splitlines()[-3:]
 
 
+REDRAWN = """\
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+for epoch in range(3):
+    samples = TensorDataset(torch.randn(64, 4) + epoch)
+    for (x,) in DataLoader(samples, 8, shuffle=True):
+        loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    print(f"epoch {epoch}: {loss.item():.3f}")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.corpus
+def test_data_that_each_epoch_draws_are_the_same_on_all_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "train.py").write_text(REDRAWN)
+    result = convert_in(tmp_path, monkeypatch, "f")
+    assert result.stopped == ""
+    text = result.files["train.py"]
+    assert "draw_own_numbers()" not in text
+    (tmp_path / "train_ddp.py").write_text(text)
+    one = run("run", "--independent", "train.py", cwd=tmp_path)
+    two = run("run", "--nproc", "2", "train_ddp.py", cwd=tmp_path)
+    assert [one.returncode, two.returncode] == [0, 0]
+    assert one.stdout.splitlines()[-3:] == two.stdout.replace("[rank 0] ", "").splitlines()[-3:]
+
+
 CARRIED = """\
 import torch
 from torch import nn

@@ -69,6 +69,7 @@ RUNGS = (
             partial(rungs.wrap_models, arguments=", find_unused_parameters=True"),
             partial(rungs.wrap_models, arguments=", broadcast_buffers=False"),
             rungs.average_by_hooks,
+            partial(rungs.wrap_models, draws_alike=True),
         ),
         frozenset({"samples", "gradients"}),
     ),

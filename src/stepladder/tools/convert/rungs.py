@@ -247,9 +247,21 @@ def _slices_with(
             yield node
 
 
-def wrap_models(conversion: Conversion, arguments: str = "") -> Edits:
-    """Wrap each trained model where its optimizer is made, and name what is inside of it."""
+def wrap_models(conversion: Conversion, arguments: str = "", draws_alike: bool = False) -> Edits:
+    """Wrap each trained model where its optimizer is made, and name what is inside of it.
+
+    Args:
+        conversion: The script.
+        arguments: Further ones of the wrapper.
+        draws_alike: Whether all processes go on with the random numbers of process 0, as where
+            each epoch draws its data.
+
+    Raises:
+        CannotConvert: A model has no name there, or its dropout would be the same everywhere.
+    """
     facts = conversion.facts
+    if draws_alike and any(event.drops for event in facts.training_calls):
+        raise CannotConvert("dropout would be the same on all processes")
     if missing := set(facts.trained_models) - conversion.wrappings.keys():
         raise CannotConvert(
             f"{len(missing)} trained models have no name of their own where their optimizer is made"
@@ -261,7 +273,8 @@ def wrap_models(conversion: Conversion, arguments: str = "") -> Edits:
             text = f"{name} = torch.nn.SyncBatchNorm.convert_sync_batchnorm({name})\n{text}"
         file, statement = conversion.file(location), conversion.statement_for(location, name)
         yield file.insert_before(statement, text)
-    yield from _draw_own_numbers(conversion, file, statement)
+    if not draws_alike:
+        yield from _draw_own_numbers(conversion, file, statement)
     yield from _name_inner_models(conversion)
 
 
