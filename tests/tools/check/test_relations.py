@@ -156,6 +156,14 @@ def test_a_gradient_that_is_not_averaged_is_found() -> None:
     assert violation.evidence.splitlines()[1:] == ["weight                         differs by 50 %"]
 
 
+def test_a_parameter_without_a_gradient_that_one_process_gives_it_is_found() -> None:
+    reference, without = [mean_gradient(1.0, 2.0)], mean_gradient(1.0, 2.0) | {"sums": {}}
+    runs = frozen(reference, reference, [without], shuffled=reference)
+    assert list(gradients.violations(runs)) == []
+    (violation,) = gradients.violations(runs, has_same_batches=True)
+    assert violation.evidence == "rank 1: weight has no gradient"
+
+
 def test_a_gradient_of_which_noise_moves_as_much_is_no_violation() -> None:
     runs = frozen(
         [mean_gradient(1.0, 2.0)], [mean_gradient(1.1, 2.0)], shuffled=[mean_gradient(0.95, 2.0)]

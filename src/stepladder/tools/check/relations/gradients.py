@@ -102,6 +102,8 @@ def violations(runs: FrozenRuns, has_same_batches: bool = False) -> Iterator[Vio
             has_same_rows = rows[number] == reference[number].rows  # not of an evaluation, too
             pair = (reference[number], shuffled[number])
             violation = compare(*pair, gradient, moved, is_exact and has_same_rows)
+            if has_same_batches:
+                violation = violation or find_lost(*pair, gradient)
             if violation and not is_scaled_by_rate(runs, rank, number, violation.ratio):
                 text = f"rank {rank}: {violation.evidence}"
                 yield replace(violation, line=line_of_step(log, number), evidence=text)
@@ -163,6 +165,14 @@ def shift_by_samples(reference: Gradient, moved: float | None) -> float:
     if moved is None:
         return reference.deviation / math.sqrt(steps)
     return moved * reference.deviation * math.sqrt(reference.rows / steps)
+
+
+def find_lost(*gradients: Gradient) -> Violation | None:
+    """Return which parameter has no gradient in the last of three runs, and has one in others."""
+    reference, shuffled, compared = [item.mean.keys() for item in gradients]
+    if compared < reference and (lost := sorted(reference & shuffled - compared)):
+        return Violation("gradients", None, math.inf, f"{lost[0]} has no gradient")
+    return None
 
 
 def compare(
