@@ -637,7 +637,7 @@ def take_edits(
 
 ASKS_FOR_ITS_RANK = f"import os\nnum_ranks = os.environ.get('WORLD_SIZE')\n{BY_HAND}"
 REFUSED = {
-    "raise ValueError('its own')": "train.py, on one process, fails: ValueError: its own. HINT: ",
+    "raise ValueError('its own')": "train.py, on one process, fails at `raise ValueError('its own')`: ValueError: its own. HINT: ",
     "import torch": "train.py, on one process, makes no optimizer step. HINT: python train.py",
     "raise SystemExit(3)": "train.py, on one process, ends with exit code 3. HINT: ",
     "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)": "ends with SIGKILL. HINT: ",

@@ -312,9 +312,10 @@ class NamesInUse(ProbeEvent, kind="names"):
 
 
 class RowNames(ProbeEvent, kind="rownames"):
-    """A function calls a model for a gradient, and has these names for the rows of a batch."""
+    """A function calls a model for a step, and has these names for the rows of a batch."""
 
     names: Sequence[str]
+    count: int = 0  # the number of rows
 
 
 class CarriedState(ProbeEvent, kind="carried"):

@@ -168,9 +168,14 @@ class LaunchOutcome:
     @property
     def last_error(self) -> str:
         """The last line of a rank that has failed, of one with an error of its own first."""
+        return "".join(self.error_output.splitlines()[-1:])
+
+    @property
+    def error_output(self) -> str:
+        """All that this rank has printed."""
         outputs = [self.output(rank).rstrip() for rank in self.failed_ranks]
         causes = [*filter(has_own_error, outputs), *outputs]  # others tell of a rank that was lost
-        return "".join(line for cause in causes[:1] for line in cause.splitlines()[-1:])
+        return next(iter(causes), "")
 
     def output(self, rank: int) -> str:
         path = self.folder / f"rank-{rank}.out"

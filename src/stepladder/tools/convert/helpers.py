@@ -136,7 +136,9 @@ def to_device_of(value, share):
         return {name: to_device_of(part, share[name]) for name, part in value.items()}
     if isinstance(value, (list, tuple)) and hasattr(value[0], "shape"):
         return [to_device_of(*parts) for parts in zip(value, share)]
-    return share.to(value.device) if torch.is_tensor(value) else share''',
+    if torch.is_tensor(value):
+        return share.to(value.device).requires_grad_(value.requires_grad)
+    return share''',
     "share_samples_if": '''\
 def share_samples_if(is_training, loader):
     """Return a loader of this process's share of each batch, if it is for training."""

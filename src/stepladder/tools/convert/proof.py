@@ -16,9 +16,11 @@ from stepladder.tools.check.events import (
     FileAppend,
     FileWrite,
     Print,
+    RowNames,
     Save,
     WrittenText,
 )
+from stepladder.tools.check.failure import Folders, frames_of
 from stepladder.tools.check.recording import RankLog, Recording
 from stepladder.tools.check.relations import gradients, shown
 from stepladder.tools.check.relations.frozen_runs import FrozenRuns, Violation
@@ -125,10 +127,18 @@ def why_failed(started: Started) -> str:
         return f"stands still {outcome.position}".rstrip()
     if outcome.failed:
         if outcome.last_error:
-            return f"fails: {outcome.last_error}"
+            return f"fails{_describe_failing_line(started)}: {outcome.last_error}"
         code = next((outcome.codes[rank] or 0 for rank in outcome.failed_ranks), 0)
         return f"ends with exit code {code}" if code >= 0 else f"ends with {signal_name(-code)}"
     return "" if outcome.has_stepped else "makes no optimizer step"
+
+
+def _describe_failing_line(started: Started) -> str:
+    """Return the text of the line of the user's code that has failed, if there is one."""
+    folders = Folders(started.recording.copy, started.recording.original)
+    frames = frames_of(started.outcome.error_output)
+    sources = [frame.source for frame in frames if folders.contain(frame.file)]
+    return f" at `{sources[-1]}`" if sources else ""
 
 
 def compare_run(
@@ -137,6 +147,7 @@ def compare_run(
     """Add to the proof what holds and what does not, in one run of the converted script."""
     if "samples" in relations:
         compare_samples(proof, runs, where)
+        _compare_calls(proof, runs, where)
     if "gradients" in relations:
         _compare_gradients(proof, runs, where)
     if "shown-numbers" in relations:
@@ -296,6 +307,20 @@ def compare_samples(proof: RungProof, runs: FrozenRuns, where: str) -> None:
             proof.holds.append(f"samples {where}: {count} of {what}, as often as before")
 
 
+def _compare_calls(proof: RungProof, runs: FrozenRuns, where: str) -> None:
+    """Judge how many rows a model gets for a step: what is shared is not to be shared again."""
+    on_each = _rows_of_calls(runs.compared)
+    for line, count in _rows_of_calls(runs.reference).items():
+        if on_each.get(line, count) * len(runs.compared.ranks) * CHANCE_FACTOR < count:
+            proof.broken.append(f"line {line} {where}: the model gets shares of shares")
+
+
+def _rows_of_calls(recording: Recording) -> dict[int, int]:
+    """Return the largest number of rows that a model gets for a step, by the line of the call."""
+    events = sorted(recording.ranks[0].select(RowNames), key=lambda event: event.count)
+    return {event.at.line: event.count for event in events if event.at}
+
+
 def _evaluation_samples(run: Recording) -> SamplesRead:
     return SamplesRead.read(p for log in run.ranks for p in passes_without_training(log))
 
@@ -325,7 +350,7 @@ def _with_original_lines(
         for event in _events_but_files(log):
             if isinstance(event, Print):
                 event = replace(event, at=named(facts, original(event.at)), caller=None)
-            elif isinstance(event, BeforeStep | Save | FileWrite | FileAppend):
+            elif isinstance(event, BeforeStep | RowNames | Save | FileWrite | FileAppend):
                 event = replace(event, at=original(event.at))
             events.append(event)
         return replace(log, events=events, worker_events=log.worker_events)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
 from types import FrameType
@@ -22,6 +22,8 @@ MAX_FRAMES = 8
 
 # By the id of a module, what it has returned: kept, so that no other tensor gets its memory.
 returned: dict[int, dict[int, torch.Tensor]] = {}
+# By the id of a module that is called: what records the rows of the call.
+row_recorders: dict[int, Callable[[], None]] = {}
 recorded: set[tuple[int, str, int]] = set()  # the id of an object, the file and the line of its use
 
 
@@ -34,6 +36,7 @@ def attach() -> None:
     wrap(torch.amp.GradScaler, "update", record_scaler)
     optimizers.register_optimizer_step_pre_hook(lambda item, *_: record_names("optimizer", item))
     register_module_forward_hook(record_carried, always_call=False)
+    register_module_forward_hook(watch_output, always_call=False)
 
 
 def record_owner(what: str, hook: WrappedCall) -> Any:
@@ -50,24 +53,33 @@ def record_scaler(call: WrappedCall) -> Any:
 def record_model(hook: WrappedCall) -> Any:
     record_names("model", hook.args[0])
     if torch.is_grad_enabled():
-        record_rows(digests.row_count(list(hook.args[1:])))
+        record_rows(hook.args[0], digests.row_count(list(hook.args[1:])))
     return hook.run()
 
 
-def record_rows(count: int) -> None:
-    """Record the variables of a function that have as many rows as the input of its model.
+def record_rows(module: nn.Module, count: int) -> None:
+    """Keep which variables of a function have as many rows as the input of its model.
 
-    Also the random generators that functions have then.
+    Record the random generators that functions have then.
     """
     for frame in islice(user_frames(), 1):
         line = current_log().line_of(frame)
         if (key := (count, line.file, line.line)) not in recorded:
             recorded.add(key)
             names = [name for name, value in frame.f_locals.items() if has_rows(value, count)]
-            current_log().write(RowNames(names=names), line)
+            event = RowNames(names=names, count=count)
+            row_recorders[id(module)] = partial(current_log().write, event, line)
             for value in (value for each in user_frames() for _, value in named(each)):
                 if digests.generator_state(value):
                     record_names("generator", value)
+
+
+def watch_output(module: nn.Module, args: Any, output: Any) -> None:
+    """Record the rows of a call once a gradient comes to its output: other calls train nothing."""
+    if record_call := row_recorders.pop(id(module), None):
+        for tensor in by_memory(output).values():
+            if tensor.requires_grad:
+                tensor.register_hook(lambda _: record_call())
 
 
 @default_on_error(bool)
