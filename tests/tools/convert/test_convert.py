@@ -176,6 +176,66 @@ def test_data_that_each_epoch_draws_are_the_same_on_all_processes(
     assert one.stdout.splitlines()[-3:] == two.stdout.replace("[rank 0] ", "").splitlines()[-3:]
 
 
+@pytest.mark.slow
+@pytest.mark.corpus
+def test_a_loop_of_steps_around_another_one_saves_every_some_turns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = convert_script("two_models", tmp_path, monkeypatch, "g")
+    assert "    if (turn + 1) % steps_between_snapshots == 0:\n        save_snapshot(" in text
+
+
+PIPELINE = "z = first(z)\n    output = second(z)"
+FIXED_SIZE = ("loss = (output", "loss = (torch.zeros(SIZE, 1) + output")
+LATE = """\
+import random
+
+import torch
+
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+memory = []
+for epoch in range(20):
+    memory.append(torch.randn(4))
+    if len(memory) < 10:
+        continue
+    for step in range(4):
+        x = torch.stack(random.sample(memory, 8))
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+    sample = torch.randn(3, 4)
+    print(model(sample).mean().item())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (("output = second(z)", PIPELINE), "line 23 on 2 processes: the model gets shares of"),
+        (FIXED_SIZE, "fails at `loss = (torch.zeros(SIZE, 1) + output - 2 * x).square().mean()`"),
+    ],
+)
+def test_what_is_no_share_of_a_batch_is_refused_with_its_line(
+    change: tuple[str, str], expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = (Path(__file__).parent / "scripts" / "two_models.py").read_text()
+    (tmp_path / "train.py").write_text(text.replace(*change))
+    assert expected in convert_in(tmp_path, monkeypatch, "b").stopped
+
+
+@pytest.mark.slow
+def test_a_call_that_trains_nothing_gets_all_rows_and_a_training_may_begin_late(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "train.py").write_text(LATE)
+    result = convert_in(tmp_path, monkeypatch, "c")
+    assert result.stopped == ""
+    assert re.findall("(.*) = share_rows", result.files["train.py"]) == ["        x"]
+
+
 CARRIED = """\
 import torch
 from torch import nn

@@ -43,6 +43,7 @@ from stepladder.tools.convert.source import CannotConvert, Edit, EditedText, Sou
 from stepladder.tools.convert.starts import ScriptStarter, Started, write_texts
 from stepladder.tools.convert.to_job import JOB, write_job
 
+EPOCHS_UNTIL_TRAINING = 100  # of a script that begins to train late, as once a memory is full
 TriedWay = tuple[list[Edit], dict[str, EditedText], RungProof]
 # Processes evaluate different numbers of batches; the difference may be too small to be seen.
 WAYS_TO_MEND_EVALUATION = ("mean_by_batches", "mean_over_processes", "sum_over_processes")
@@ -202,9 +203,12 @@ class Converter:
             self.require_training(recorded)
         main = str(self.style.script.relative_to(self.style.root))
         conversion = Conversion(main, files, ScriptFacts(recorded.recording))
-        self.shortening = list(shorten_epochs(conversion, self.request.epochs or 2))
-        texts = _texts_of(compose(files, [self.shortening]))
-        started = self.starter.run(starts_of_original(texts))
+        for epochs in (self.request.epochs or 2, EPOCHS_UNTIL_TRAINING):
+            self.shortening = list(shorten_epochs(conversion, epochs))
+            texts = _texts_of(compose(files, [self.shortening]))
+            started = self.starter.run(starts_of_original(texts))
+            if all(item.outcome.has_stepped for item in started.values()):
+                break
         for item in started.values():
             self.require_training(item)
         self.original = read_original(started)

@@ -69,11 +69,11 @@ def _find_saving_loop(conversion: Conversion) -> _SavingLoop:
                     f"{file.name}:{loop.lineno} repeats the loop over epochs: a snapshot would have"
                     " to know in which turn it was saved"
                 )
-    for file, loop in find_epoch_loops(conversion):
-        return _SavingLoop(file, loop, f"{name_of_epoch(file, loop)} + 1", is_of_steps=False)
-    for file, loop in find_loops_by_hand(conversion):
+    by_hand = list(find_loops_by_hand(conversion))
+    for file, loop in [*find_epoch_loops(conversion), *by_hand]:
         if isinstance(loop, ast.For):
-            return _SavingLoop(file, loop, f"({name_of_epoch(file, loop)} + 1)", is_of_steps=True)
+            turn = f"({name_of_epoch(file, loop)} + 1)"
+            return _SavingLoop(file, loop, turn, is_of_steps=(file, loop) in by_hand)
         if isinstance(loop, ast.While) and (counter := counter_of(loop)):
             return _SavingLoop(file, loop, counter, is_of_steps=True)
     raise CannotConvert("no loop over epochs, and none that counts steps: when is it to save?")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterable
 
 from stepladder.tools.check.script_source import parameters_of, stored_names
 from stepladder.tools.convert.conversion import Conversion, Edits
 from stepladder.tools.convert.loops import counter_of, find_epoch_loops, find_loops_by_hand
 from stepladder.tools.convert.rungs import find_lines_not_judged
-from stepladder.tools.convert.source import Edit, SourceText
+from stepladder.tools.convert.source import Edit, Loop, SourceText
 
 SELDOM = 10  # numbers of a line, in a run of perhaps more epochs than those that follow
 TURNS_BY_HAND = 9  # as of a loader
@@ -20,9 +21,11 @@ def shorten_epochs(conversion: Conversion, epochs: int) -> Edits:
 
     What prints in each hundredth step, say, and has shown nothing, prints in the first steps, too.
     """
+    by_hand = dict.fromkeys(find_loops_by_hand(conversion))
     for file, loop in find_epoch_loops(conversion):
-        yield from _take_first(file, loop, epochs)
-    yield from _shorten_loops_by_hand(conversion)
+        if (file, loop) not in by_hand:  # the loop of one optimizer may be around another's
+            yield from _take_first(file, loop, epochs)
+    yield from _shorten_loops_by_hand(by_hand)
     conditions = {
         (file, node.test): None
         for file, call in find_lines_not_judged(conversion, SELDOM)
@@ -36,8 +39,8 @@ def shorten_epochs(conversion: Conversion, epochs: int) -> Edits:
                 yield from file.wrap(node, "(", text)
 
 
-def _shorten_loops_by_hand(conversion: Conversion) -> Edits:
-    for file, by_hand in dict.fromkeys(find_loops_by_hand(conversion)):
+def _shorten_loops_by_hand(loops: Iterable[tuple[SourceText, Loop]]) -> Edits:
+    for file, by_hand in loops:
         if isinstance(by_hand, ast.For):
             yield from _take_first(file, by_hand, TURNS_BY_HAND)
         elif isinstance(by_hand, ast.While):
