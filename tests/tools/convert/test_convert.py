@@ -551,6 +551,8 @@ def test_a_script_of_another_kind_climbs_the_whole_ladder(
     assert not any(rung.not_judged for rung in result.rungs if rung.rung.letter == "e")
     assert expected in result.files["train.py"]
     assert name != "logged" or "print(mean_over_processes(result))" in result.files["train.py"]
+    (resumed,) = (rung.proof.holds for rung in result.rungs if rung.rung.letter == "g")
+    assert any(line.startswith("resume: started again") for line in resumed)
     (tmp_path / "train_ddp.py").write_text(result.files["train.py"])
     done = run("run", "--nproc", "2", "train_ddp.py", cwd=tmp_path)
     assert done.returncode == 0, done.stderr

@@ -17,6 +17,7 @@ from stepladder.tools.check.copying import copy_folder
 from stepladder.tools.check.events import LoadedLibraries
 from stepladder.tools.check.fork_servers import ForkServers
 from stepladder.tools.check.launch_style import LaunchStyle, find_modules_elsewhere, find_styles
+from stepladder.tools.check.resume import NO_COMPARISON
 from stepladder.tools.check.script_source import read_source
 from stepladder.tools.convert.conversion import Conversion
 from stepladder.tools.convert.facts import ScriptFacts
@@ -43,6 +44,12 @@ from stepladder.tools.convert.source import CannotConvert, Edit, EditedText, Sou
 from stepladder.tools.convert.starts import ScriptStarter, Started, write_texts
 from stepladder.tools.convert.to_job import JOB, write_job
 
+JOIN = "join_processes()\n"
+# Two starts of a script without a seed cannot be compared.
+SEEDED_JOIN = (
+    "join_processes(); torch.manual_seed(0); random.seed(0); "
+    "'numpy' in sys.modules and sys.modules['numpy'].random.seed(0)\n"
+)
 EPOCHS_UNTIL_TRAINING = 100  # of a script that begins to train late, as once a memory is full
 TriedWay = tuple[list[Edit], dict[str, EditedText], RungProof]
 # Processes evaluate different numbers of batches; the difference may be too small to be seen.
@@ -166,7 +173,7 @@ class Converter:
             files = _texts_of(edited)
             diffs = [diff(name, texts[name], text) for name, text in files.items()]
             texts |= files
-            not_judged = describe_not_judged(conversion, rung.letter)
+            not_judged = [*describe_not_judged(conversion, rung.letter), *proof.not_judged]
             proved.append(ProvedRung(rung, list(filter(None, diffs)), proof, not_judged))
             on_rung(proved[-1])
             if rung.letter == self.request.last:
@@ -262,7 +269,10 @@ class Converter:
         """Check the converted script as a user would, with a resumed run, and add what it says."""
         copy = self.starter.scratch / "converted"
         copy_folder(self.style.root, copy)
-        write_texts(copy, self.starter.modules | _texts_of_run(edited))
+        seeded = {
+            name: text.replace(JOIN, SEEDED_JOIN) for name, text in _texts_of_run(edited).items()
+        }
+        write_texts(copy, self.starter.modules | seeded)
         script = copy / self.style.script.relative_to(self.style.root)
         request = checking.Request(
             script,
@@ -282,6 +292,7 @@ class Converter:
             proof.broken.append(f"check --resume: {'; '.join(texts)}")
         else:
             proof.holds.extend(report.held)
+            proof.not_judged.extend(note for note in report.notes if note == NO_COMPARISON)
 
     def try_edits(
         self, conversion: Conversion, rung: Rung, steps: list[list[Edit]]

@@ -70,12 +70,14 @@ class RungProof:
         broken: What did not hold, a line for each relation.
         wrong_numbers: The shown numbers that are not those of all processes.
         not_taken: What another way has broken.
+        not_judged: What could not be compared.
     """
 
     holds: list[str] = field(default_factory=list)
     broken: list[str] = field(default_factory=list)
     wrong_numbers: list[_WrongNumber] = field(default_factory=list)
     not_taken: list[str] = field(default_factory=list)
+    not_judged: list[str] = field(default_factory=list)
 
 
 def starts_of_original(files: Mapping[str, str]) -> dict[str, Start]:
