@@ -225,4 +225,5 @@ def test_a_resume_gets_arguments_of_its_own(tmp_path: Path) -> None:
     code, report = checked(tmp_path, "--resume-args", "--resume s.pt", "right.py")
     assert (code, report["findings"], report["notes"][1:]) == (0, [], [])
     code, report = checked(tmp_path, "--resume-args", "--resume s.pt", "wrong.py")
-    assert (code, [finding["rule"] for finding in report["findings"]]) == (1, ["resume-differs"])
+    assert (code, [finding["rule"] for finding in report["findings"]]) == (1, ["resume-samples"])
+    assert "1 of the batches are trained again" in report["findings"][0]["evidence"]
