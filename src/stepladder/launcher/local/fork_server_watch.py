@@ -48,7 +48,16 @@ def _find_fork_server() -> int | None:
 
 def continue_fork_server() -> None:
     """Continue the fork server in case it is stopped: it has to answer to start a rank."""
+    _signal_fork_server(signal.SIGCONT)
+
+
+def kill_fork_server() -> None:
+    """End the fork server: it would fork the rank that a launcher asked for when it was ended."""
+    _signal_fork_server(signal.SIGKILL)
+
+
+def _signal_fork_server(number: signal.Signals) -> None:
     pid = _find_fork_server()
     if pid is not None:
         with suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, signal.SIGCONT)
+            os.kill(pid, number)

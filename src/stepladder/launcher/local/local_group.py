@@ -21,7 +21,7 @@ from stepladder.core.console import print_message
 from stepladder.core.machine_limits import validate_fork_server, validate_open_files
 from stepladder.core.scratch import get_scratch_folder
 from stepladder.launcher.local.attempt import AttemptSpec, GroupAttempt, GroupContext, StopRequest
-from stepladder.launcher.local.fork_server_watch import ForkServerWatch
+from stepladder.launcher.local.fork_server_watch import ForkServerWatch, kill_fork_server
 from stepladder.launcher.local.group_spec import GroupSpec
 from stepladder.launcher.local.monitor import Limits
 from stepladder.launcher.local.outcome import Outcome
@@ -143,6 +143,7 @@ class LocalGroup:
         """
         is_second_interrupt = self._context.stop_request.record(signal_number)
         if signal_number == signal.SIGINT and self._is_starting and not self.attempt.running:
+            kill_fork_server()
             raise KeyboardInterrupt
         if is_second_interrupt and self.spec.is_script:
             self.attempt.end_within(0)
