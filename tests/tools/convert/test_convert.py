@@ -92,6 +92,11 @@ def test_samples_that_are_cut_by_hand_need_a_name_and_are_shared_as_they_are_cut
     result = convert_in(tmp_path, monkeypatch, "c")
     assert result.stopped == ""
     assert f"model(share_rows({cut}))" in result.files["train.py"]
+    one_line = BY_HAND.replace("    model(take(step))", "    x = take(step); model(x)")
+    (tmp_path / "train.py").write_text(one_line.replace("backward()\n    opt", "backward(); opt"))
+    result = convert_in(tmp_path, monkeypatch, "c")
+    assert result.stopped == ""
+    assert "    x = share_rows(x)\n    model(x)" in result.files["train.py"]
 
 
 @pytest.mark.slow
@@ -129,47 +134,23 @@ def test_a_training_without_a_loader_is_resumed(
 
 @pytest.mark.slow
 @pytest.mark.corpus
-def test_a_loss_that_a_sum_over_a_mask_divides_is_that_of_all_processes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("name", "expected", "absent"),
+    [
+        (
+            "masked",
+            ["(losses * mask).sum() / mean_in_training(mask.sum())", "mean_by_batches(sum(losses)"],
+            "mean_over_processes(sum(losses)",
+        ),
+        ("redrawn", ["share_samples(DataLoader("], "draw_own_numbers()"),
+    ],
+)
+def test_a_converted_script_prints_the_numbers_of_one_process(
+    name: str, expected: list[str], absent: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    text = convert_script("masked", tmp_path, monkeypatch, "f")
-    assert "(losses * mask).sum() / mean_in_training(mask.sum())" in text
-    assert "mean_by_batches(sum(losses) / len(losses))" in text
-    one = run("run", "--independent", "train.py", cwd=tmp_path)
-    two = run("run", "--nproc", "2", "train_ddp.py", cwd=tmp_path)
-    assert [one.returncode, two.returncode] == [0, 0]
-    assert one.stdout.splitlines()[-3:] == two.stdout.replace("[rank 0] ", "").splitlines()[-3:]
-
-
-REDRAWN = """\
-import torch
-from torch.utils.data import DataLoader, TensorDataset
-
-torch.manual_seed(0)
-model = torch.nn.Linear(4, 1)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
-for epoch in range(3):
-    samples = TensorDataset(torch.randn(64, 4) + epoch)
-    for (x,) in DataLoader(samples, 8, shuffle=True):
-        loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    print(f"epoch {epoch}: {loss.item():.3f}")
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.corpus
-def test_data_that_each_epoch_draws_are_the_same_on_all_processes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "train.py").write_text(REDRAWN)
-    result = convert_in(tmp_path, monkeypatch, "f")
-    assert result.stopped == ""
-    text = result.files["train.py"]
-    assert "draw_own_numbers()" not in text
-    (tmp_path / "train_ddp.py").write_text(text)
+    text = convert_script(name, tmp_path, monkeypatch, "f")
+    assert all(each in text for each in expected)
+    assert absent not in text
     one = run("run", "--independent", "train.py", cwd=tmp_path)
     two = run("run", "--nproc", "2", "train_ddp.py", cwd=tmp_path)
     assert [one.returncode, two.returncode] == [0, 0]

@@ -206,7 +206,7 @@ def _share_rows(conversion: Conversion) -> Edits:
         CannotConvert: The rows have no name that gets a new value for each batch.
     """
     for location, having_rows in conversion.facts.names_of_rows.items():
-        file, statement = conversion.file(location), conversion.statement(location)
+        file, statement = conversion.file(location), _first_with(conversion, location, having_rows)
         around, scope = file.loops_around(statement), file.scope_of(statement)
         named = stored_names(around[0] if around else scope)
         if not around and not isinstance(scope, ast.Module):
@@ -229,6 +229,16 @@ def _share_rows(conversion: Conversion) -> Edits:
                 f"{location.file}:{location.line} calls the model with rows that have no name:"
                 " write `x = ...` and `y = ...` before it in the loop"
             )
+
+
+def _first_with(conversion: Conversion, location: Location, names: set[str]) -> ast.stmt:
+    """Return the statement of a line, the first that reads one of these names if there are more."""
+    file, last = conversion.file(location), conversion.statement(location)
+    for item in file.block_of(last):
+        loads = [node for node in file.nodes(ast.Name, item) if isinstance(node.ctx, ast.Load)]
+        if item.lineno == last.lineno and names.intersection(node.id for node in loads):
+            return item
+    return last
 
 
 def _slices_with(
