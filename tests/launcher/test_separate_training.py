@@ -125,3 +125,11 @@ def test_a_function_says_that_it_is_meant_so() -> None:
     assert "independent=True" in error.value.hint
     assert stepladder.launch(train_alone, nproc=2, independent=True) == ["0", "1"]
     assert stepladder.launch(train_alone, nproc=1) == ["0"]
+
+
+def test_accelerate_trains_with_all_ranks_on_cpus(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    script = "from accelerate import Accelerator\nprint(Accelerator().num_processes)\n"
+    (tmp_path / "train.py").write_text(script)
+    done = run("run", "--nproc", 2, "train.py", cwd=tmp_path, env={"CUDA_VISIBLE_DEVICES": ""})
+    assert sorted(done.stdout.splitlines()) == ["[rank 0] 2", "[rank 1] 2"], done.stderr

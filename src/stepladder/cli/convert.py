@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,7 +20,7 @@ from stepladder.tools.convert.convert import ConversionRequest, Conversions, Pro
 from stepladder.tools.convert.ladder import RUNGS
 
 TRAINS_ONE_MODEL = 3  # rungs: a, b and c
-SUFFIXES = {"script": "ddp", "job": "job"}
+SUFFIXES = {"script": "ddp", "accelerate": "accelerate", "job": "job"}
 NOT_COMPLETE = 1  # the exit code where a rung is not offered
 
 
@@ -35,7 +36,8 @@ class _ConvertFlags:
             train_ddp if several files change.
         stop_signals: In rung h use stepladder.StopSignals, which stops before the time limit of a
             job of `submit` too. The converted script then imports stepladder.
-        to: script: rung by rung as below. job: a file for `stepladder train`, which trains it with
+        to: script: rung by rung as below, with torch alone. accelerate: the same rungs, with an
+            Accelerator of Hugging Face. job: a file for `stepladder train`, which trains it with
             the same bits on any number of processes.
     """
 
@@ -44,7 +46,7 @@ class _ConvertFlags:
     timeout: Wait = 120
     write: bool = False
     stop_signals: bool = False
-    to: Literal["script", "job"] = "script"
+    to: Literal["script", "accelerate", "job"] = "script"
     as_json: AsJson = False
 
 
@@ -70,9 +72,11 @@ def command(script: Path, args: Words = (), **values: Any) -> int:
             "--to job has no rungs, and --rung and --stop-signals are of a script",
             f"stepladder convert --to job {script}",
         )
+    if flags.to == "accelerate" and not find_spec("accelerate"):
+        raise InputError("--to accelerate: accelerate is not installed", "pip install accelerate")
     target = _choose_target(script, SUFFIXES[flags.to]) if flags.write else None
     request = ConversionRequest(
-        script, args, flags.rung, flags.epochs, flags.timeout, flags.stop_signals, is_job
+        script, args, flags.rung, flags.epochs, flags.timeout, flags.stop_signals, flags.to
     )
     result = convert(request, (lambda _: None) if flags.as_json else _show_rung)
     is_partial = bool(result.stopped) and len(result.rungs) < TRAINS_ONE_MODEL and not is_job
@@ -142,11 +146,11 @@ def _show_end(
 ) -> None:
     arguments = "".join(f" {shlex.quote(text)}" for text in request.args)
     if result.stopped:
-        what = "a job" if request.to_job else "rung"
+        what = "a job" if request.to == "job" else "rung"
         echo(f"not offered: {what} {result.stopped}")
     for path in written:
         echo(f"written: {path}")
-    if request.to_job and written:
+    if request.to == "job" and written:
         echo(f"to train it on 2 processes: stepladder train {written[0]} --nproc 2 --sync exact")
     elif written:
         number = result.num_processes
@@ -158,7 +162,7 @@ def _show_end(
     elif is_partial:
         echo("not written: without rung c each process would train a model of its own")
     elif result.files and not written:
-        script, way = request.script, " --to job" * request.to_job
+        script, way = request.script, f" --to {request.to}" * (request.to != "script")
         echo(f"to write it beside {script}: stepladder convert --write{way} {script}{arguments}")
 
 

@@ -17,6 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NoReturn
 from zipfile import is_zipfile
 
@@ -29,6 +30,7 @@ from stepladder.rank.progress import count_script_steps
 from stepladder.rank.separate_training import refuse_separate_training
 from stepladder.rank.torch_fixes_groups import make_groups_by, name_groups_in_stacks
 from stepladder.rank.torch_fixes_loader import report_unsent_batches
+from stepladder_exchange.after_import import call_after_import
 from stepladder_exchange.torch_fixes_store import keep_stores_of_groups
 
 FIRST_LINE_BYTES = 200
@@ -159,6 +161,14 @@ class Script:
             runpy.run_path(self.name, run_name="__main__")
 
 
+def _use_cpus_together(_: ModuleType) -> None:
+    """Let Accelerate train on CPUs with all ranks; unless asked, it lets each train alone."""
+    import torch
+
+    if not torch.accelerator.is_available():
+        os.environ.setdefault("ACCELERATE_USE_CPU", "true")
+
+
 def prepare_groups(load_function: Callable[[], Callable[..., Any]]) -> None:
     """Make torch's groups and data loaders of this process tell what they wait for.
 
@@ -168,6 +178,7 @@ def prepare_groups(load_function: Callable[[], Callable[..., Any]]) -> None:
     """
     keep_stores_of_groups()
     name_groups_in_stacks()
+    call_after_import("accelerate.state", _use_cpus_together)
     report_unsent_batches()
     if os.environ.get(EXCHANGE_VARIABLE) == MEMORY_EXCHANGE:
         make_groups_by(load_function)

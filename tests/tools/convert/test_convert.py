@@ -675,7 +675,7 @@ def test_a_best_model_stays_the_best_over_a_stop(
 def take_edits(
     self: Converter, conversion: Conversion, rung: Rung, steps: list[list[Edit]]
 ) -> tuple[dict[str, EditedText], RungProof]:
-    return compose(conversion.files, steps), RungProof()
+    return compose(conversion, steps), RungProof()
 
 
 ASKS_FOR_ITS_RANK = f"import os\nnum_ranks = os.environ.get('WORLD_SIZE')\n{BY_HAND}"

@@ -312,7 +312,7 @@ def test_what_prints_in_rare_steps_and_was_not_judged_prints_in_the_first_steps(
     )
     printed = [Print(at=CodeLine("train.py", 4), text="2")] * 10
     conversion = convert_printed(tmp_path / "train.py", printed)
-    text = compose(conversion.files, [shorten_epochs(conversion, 2)])["train.py"].text
+    text = compose(conversion, [shorten_epochs(conversion, 2)])["train.py"].text
     assert text.splitlines()[::2] == [
         f"if ((step + 1) % every == 0 or (step + 1) % every < {FIRST_STEPS}) and verbose:",
         "if step % 2 == 0:",
@@ -326,7 +326,7 @@ def test_each_process_may_make_a_folder_unless_the_script_asks_whether_it_was_th
     kept = "import os\ntry:\n    os.mkdir(a)\nexcept FileExistsError:\n    n += 1\n"
     script.write_text(f"{kept}os.mkdir(b)\nos.makedirs(c,)\nos.makedirs(d, exist_ok=False)\n")
     conversion = convert_printed(script, [])
-    text = compose(conversion.files, [list(write_once(conversion))])["train.py"].text
+    text = compose(conversion, [list(write_once(conversion))])["train.py"].text
     assert text == (
         f"{kept}os.makedirs(b, exist_ok=True)\nos.makedirs(c,exist_ok=True)\n"
         "os.makedirs(d, exist_ok=False)\n"
@@ -341,9 +341,10 @@ def convert_printed(script: Path, printed: list[Print]) -> Conversion:
 
 def test_a_module_that_a_helper_imports_takes_no_name_from_the_script(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("from time import time\nprint(time())\n")
-    file = SourceText.read(tmp_path / "train.py", "train.py")
+    conversion = convert_printed(tmp_path / "train.py", [])
+    file = conversion.files["train.py"]
     edits = [file.insert_before(file.tree.body[1], "save_without_barrier(1, time.ctime())")]
-    text = compose({"train.py": file}, [edits])["train.py"].text
+    text = compose(conversion, [edits])["train.py"].text
     assert "import time as time_module\n" in text
     assert "time_module.sleep(0.01)" in text and "time_module.ctime()" in text
     assert "\nprint(time())\n" in text
@@ -354,7 +355,8 @@ def test_a_sum_over_processes_of_what_has_a_gradient_can_be_changed_in_place() -
         get_world_size=lambda: 1, all_gather_object=lambda parts, value: parts.__setitem__(0, value)
     )
     names: dict[str, Any] = {"torch": torch, "dist": group}
-    exec(HELPERS["sum_over_processes"], names)
+    for name in ("gather_objects", "sum_over_processes"):
+        exec(HELPERS[name], names)
     total = names["sum_over_processes"](torch.ones((), requires_grad=True))
     total /= 2
     assert total.item() == 0.5

@@ -137,7 +137,7 @@ ranks = pytest.mark.ranks
 
 def convert_in(folder: Path, monkeypatch: pytest.MonkeyPatch, args: tuple[str, ...]) -> Conversions:
     monkeypatch.chdir(folder)
-    return convert(ConversionRequest(folder / "train.py", args, to_job=True))
+    return convert(ConversionRequest(folder / "train.py", args, to="job"))
 
 
 def test_what_nothing_needs_is_left_out() -> None:

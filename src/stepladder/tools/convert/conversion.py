@@ -25,6 +25,7 @@ class Conversion:
         files: The files of the script.
         facts: What a run of it has shown.
         imports_stepladder: Whether the converted script may import stepladder.
+        by_accelerate: Whether it is converted to Accelerate.
         ways: The function that has made each rung so far, by the rung's letter.
     """
 
@@ -32,6 +33,7 @@ class Conversion:
     files: dict[str, SourceText]
     facts: ScriptFacts
     imports_stepladder: bool = False
+    by_accelerate: bool = False
     ways: dict[str, object] = field(default_factory=dict)
 
     def file(self, location: Location) -> SourceText:

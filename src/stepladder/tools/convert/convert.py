@@ -68,7 +68,7 @@ class ConversionRequest:
         epochs: The training passes of each run; 0 for two.
         timeout: The seconds that one run may take.
         imports_stepladder: Whether the converted script may import stepladder.
-        to_job: Whether a job is made of it, in place of a script.
+        to: What it becomes: "script", which uses torch alone, "accelerate" or "job".
     """
 
     script: Path
@@ -77,7 +77,7 @@ class ConversionRequest:
     epochs: int = 0
     timeout: float = 120.0
     imports_stepladder: bool = False
-    to_job: bool = False
+    to: str = "script"
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ def convert(
             style, request.args, folder.resolve(), servers, request.epochs, request.timeout
         )
         converter = Converter(request, style, starter)
-        return converter.make_job(on_rung) if request.to_job else converter.climb(on_rung)
+        return converter.make_job(on_rung) if request.to == "job" else converter.climb(on_rung)
 
 
 class Converter:
@@ -212,7 +212,7 @@ class Converter:
         conversion = Conversion(main, files, ScriptFacts(recorded.recording))
         for epochs in (self.request.epochs or 2, EPOCHS_UNTIL_TRAINING):
             self.shortening = list(shorten_epochs(conversion, epochs))
-            texts = _texts_of(compose(files, [self.shortening]))
+            texts = _texts_of(compose(conversion, [self.shortening]))
             started = self.starter.run(starts_of_original(texts))
             if all(item.outcome.has_stepped for item in started.values()):
                 break
@@ -221,7 +221,8 @@ class Converter:
         self.original = read_original(started)
         facts = ScriptFacts(started["reference"].recording)
         self.num_processes = facts.num_processes
-        conversion = Conversion(main, files, facts, self.request.imports_stepladder)
+        to_accelerate = self.request.to == "accelerate"
+        conversion = Conversion(main, files, facts, self.request.imports_stepladder, to_accelerate)
         with suppress(CannotConvert):
             self.files_once = list(write_once(conversion, "save_without_barrier"))
         return conversion
@@ -256,7 +257,7 @@ class Converter:
             if not proof.broken and "resume" in rung.judged:
                 # A check cuts loaders short, and no other loops.
                 shortening = self.shortening * any(find_loops_by_hand(conversion))
-                ran = compose(conversion.files, [*steps, edits, shortening])
+                ran = compose(conversion, [*steps, edits, shortening])
                 self.check_resume(ran, proof)
             if not proof.broken:
                 proof.not_taken.extend([reason] * bool(reason))
@@ -297,10 +298,10 @@ class Converter:
     def try_edits(
         self, conversion: Conversion, rung: Rung, steps: list[list[Edit]]
     ) -> tuple[dict[str, EditedText], RungProof]:
-        edited = compose(conversion.files, steps)
+        edited = compose(conversion, steps)
         # Files that several processes write at once cannot be read back, in the rungs before.
         unoffered = [self.shortening, *[self.files_once] * ("files" not in rung.judged)]
-        ran = compose(conversion.files, [*steps, *unoffered])
+        ran = compose(conversion, [*steps, *unoffered])
         # Each process shows its numbers in a proof, so that they can be compared.
         texts = {
             name: text.replace("show_on_one_process()\n", "pass\n")
@@ -321,7 +322,7 @@ class Converter:
     ) -> TriedWay:
         """Show the mean, or the sum, over all processes of each number that is wrong."""
         ways: dict[tuple[SourceText, ast.expr], tuple[str, ...]] = {}  # that are left
-        unchanged = edits, compose(conversion.files, [*steps, edits]), proof
+        unchanged = edits, compose(conversion, [*steps, edits]), proof
         numbers = proof.wrong_numbers
         while numbers:
             wrong, deciding = {}, {}  # several numbers may be one expression

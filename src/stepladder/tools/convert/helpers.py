@@ -19,6 +19,10 @@ IMPORTS = {
     "DataLoader": "from torch.utils.data import DataLoader",
     "SequentialSampler": "from torch.utils.data import SequentialSampler",
     "StopSignals": "from stepladder import StopSignals",
+    "Accelerator": "from accelerate import Accelerator",
+    "DistributedDataParallelKwargs": "from accelerate import DistributedDataParallelKwargs",
+    "broadcast_object_list": "from accelerate.utils import broadcast_object_list",
+    "gather_object": "from accelerate.utils import gather_object",
 }
 
 HELPERS = {
@@ -35,6 +39,10 @@ def join_processes():
     states = [random_states()]
     dist.broadcast_object_list(states)
     set_random_states(states[0])  # from here on all processes draw what process 0 draws''',
+    "started_accelerator": '''\
+def started_accelerator():
+    """Return the accelerator that the started script has made."""
+    return sys.modules["__main__"].accelerator''',
     "random_states": '''\
 def random_states():
     """Return the states of all random generators: torch's, Python's and NumPy's."""
@@ -157,20 +165,24 @@ def share_ordered(loader):
     """Return a loader of this process's batches, if the loader does not shuffle."""
     is_ordered = isinstance(loader.sampler, SequentialSampler)
     return share_batches(loader) if is_ordered else loader''',
+    "gather_objects": '''\
+def gather_objects(value):
+    """Return what all processes have, in the order of processes."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values''',
     "sum_over_processes": '''\
 def sum_over_processes(value):
     """Return the sum of a number or a tensor over all processes; lists are joined."""
     if isinstance(value, tuple):
         return tuple(map(sum_over_processes, value))
     value = value.detach().cpu() if torch.is_tensor(value) else value
-    parts = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, value)
+    parts = gather_objects(value)
     return sum(parts[1:], parts[0])''',
     "join_over_processes": '''\
 def join_over_processes(value):
     """Return the rows of all processes, in the order of processes; None where none has any."""
-    parts = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, value.cpu() if torch.is_tensor(value) else value)
+    parts = gather_objects(value.cpu() if torch.is_tensor(value) else value)
     parts = [part for part in parts if part is not None]
     if not parts:
         return None
@@ -277,8 +289,7 @@ class Nothing:
     "save_snapshot": '''\
 def save_snapshot(path, parts, /, **values):
     """Save all that the training goes on with: parts, values, and random numbers."""
-    generators = [None] * dist.get_world_size()
-    dist.all_gather_object(generators, random_states())
+    generators = gather_objects(random_states())
     states = {name: part.state_dict() for name, part in parts.items()}
     save_once({**values, "parts": states, "random": generators}, path)''',
     "Attributes": '''\

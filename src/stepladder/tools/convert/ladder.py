@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 from stepladder.tools.check.script_source import stored_names
 from stepladder.tools.convert import rungs, rungs_files, rungs_losses, rungs_snapshot
+from stepladder.tools.convert.accelerate import HELPERS_IN_ACCELERATE, translate
 from stepladder.tools.convert.conversion import Conversion, Edits
 from stepladder.tools.convert.helpers import HELPERS, IMPORTS
 from stepladder.tools.convert.source import Edit, EditedText, SourceText
@@ -122,13 +123,19 @@ RUNGS = (
 )
 
 
-def compose(files: dict[str, SourceText], steps: Sequence[list[Edit]]) -> dict[str, EditedText]:
+def compose(conversion: Conversion, steps: Sequence[list[Edit]]) -> dict[str, EditedText]:
     """Return the files with the edits of rungs, and with the functions that these call."""
     composed = {}
-    for name, file in files.items():
+    for name, file in conversion.files.items():
         edits = [edit for step in steps for edit in dict.fromkeys(step) if edit.file == name]
+        helpers: Mapping[str, str] = HELPERS
+        if conversion.by_accelerate:
+            translated = partial(translate, is_main=name == conversion.main)
+            edits = [replace(edit, text=translated(edit.text)) for edit in edits]
+            own = HELPERS | HELPERS_IN_ACCELERATE
+            helpers = {key: translated(text) for key, text in own.items()}
         if edits:
-            added = [*definitions(file, _names_used(edits)), *edits]
+            added = [*definitions(file, helpers, edits), *edits]
             composed[name] = file.apply(_rename_modules(file, added))
     return composed
 
@@ -152,24 +159,25 @@ def _rename_modules(file: SourceText, edits: list[Edit]) -> list[Edit]:
     return edits
 
 
-def _names_used(edits: list[Edit]) -> set[str]:
-    """Return the imports and functions that edits use, and those that these use."""
+def definitions(file: SourceText, helpers: Mapping[str, str], edits: list[Edit]) -> list[Edit]:
+    """Return the edits that import and define what edits use, and a file does not have yet."""
     used: set[str] = set()
     texts = [edit.text for edit in edits]
     while texts:
         words = set(re.findall(r"(?<!\.)\b\w+", "\n".join(texts)))
-        new = words & (IMPORTS.keys() | HELPERS.keys()) - used
+        new = words & (IMPORTS.keys() | helpers.keys()) - used
         used |= new
-        texts = [HELPERS.get(name, "") for name in new]
-    return used
-
-
-def definitions(file: SourceText, names: set[str]) -> list[Edit]:
-    """Return the edits that import and define what a file does not have yet."""
-    known = set(file.text.splitlines())
-    lines = [line for name, line in IMPORTS.items() if name in names and line not in known]
+        texts = [helpers.get(name, "") for name in new]
+    known = {
+        f"{source}import {alias.name}" + f" as {alias.asname}" * bool(alias.asname)
+        for item in file.tree.body
+        if isinstance(item, ast.Import | ast.ImportFrom)
+        for source in [f"from {item.module} " if isinstance(item, ast.ImportFrom) else ""]
+        for alias in item.names
+    }
+    lines = [line for name, line in IMPORTS.items() if name in used and line not in known]
     text = "".join(f"{line}\n" for line in lines)
-    text += "".join(f"\n\n{body}\n" for name, body in HELPERS.items() if name in names)
+    text += "".join(f"\n\n{body}\n" for name, body in helpers.items() if name in used)
     return [file.insert_after(last_import(file), text)] if text else []
 
 

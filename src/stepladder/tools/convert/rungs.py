@@ -17,6 +17,7 @@ from stepladder.tools.check.script_source import (
     parameters_of,
     stored_names,
 )
+from stepladder.tools.convert.accelerate import prepare_steps
 from stepladder.tools.convert.conversion import Conversion, Edits
 from stepladder.tools.convert.facts import LoaderFacts
 from stepladder.tools.convert.loops import find_epoch_loops, find_loops_by_hand, iterates_at
@@ -286,6 +287,7 @@ def wrap_models(conversion: Conversion, arguments: str = "", draws_alike: bool =
     if not draws_alike:
         yield from _draw_own_numbers(conversion, file, statement)
     yield from _name_inner_models(conversion)
+    yield from prepare_steps(conversion)
 
 
 def _draw_own_numbers(conversion: Conversion, file: SourceText, statement: ast.stmt) -> Edits:
@@ -314,6 +316,7 @@ def average_by_hooks(conversion: Conversion) -> Edits:
             text = f"torch.nn.SyncBatchNorm.convert_sync_batchnorm({name})\n{text}"
         yield file.insert_before(statement, text)
     yield from _draw_own_numbers(conversion, file, statement)
+    yield from prepare_steps(conversion)
 
 
 def _name_inner_models(conversion: Conversion) -> Edits:
@@ -331,7 +334,8 @@ def _name_inner_models(conversion: Conversion) -> Edits:
 def _name_inner_model(conversion: Conversion, file: SourceText, node: ast.expr) -> list[Edit]:
     """Return the edits that name the model inside, and the model itself where it has no wrapper."""
     names = [(scope, name) for scope, name, _ in conversion.wrapped_names]
-    if (file.scope_of(node), file.text_of(node)) in names:
+    is_wrapped = (file.scope_of(node), file.text_of(node)) in names
+    if is_wrapped and not conversion.by_accelerate:  # which wraps nothing on one process
         return file.wrap(node, "", ".module")
     return file.wrap(node, "inner_model(")
 
