@@ -49,6 +49,7 @@ SLOW = [
     "teacher outside of the job for metrics",
     "features of a frozen part in a cache by sample",
     "reversed gradients by the number of calls",
+    "weights of a generator without a seed",
 ]
 
 

@@ -140,9 +140,10 @@ class _Opening:
     def _validate_ranks(self) -> None:
         """Raise InputError unless all ranks compute the same thing. A collective."""
         spec = self.spec
-        if spec.settings.sync == "exact":
+        is_exact = spec.settings.sync == "exact"
+        if is_exact:
             validate_equal_machines(self.comm, spec.settings.compile)
-        validate_equal_models(self.comm, spec.job.model, spec.job.optimizer)
+        validate_equal_models(self.comm, spec.job.model, spec.job.optimizer, is_exact)
         sources = {"training": spec.train_source, "evaluation": spec.eval_source}
         validate_equal_data(self.comm, sources)
 

@@ -22,6 +22,7 @@ from stepladder.train.optimizers import name_params
 
 SAMPLE_COUNT_BYTES = 8
 SOURCE_BYTES = 16  # the number of samples, and a hash
+MAX_VALUES_COMPARED = 1024  # of each tensor of a model
 
 
 def validate_equal_settings(comm: Comm, settings: Settings, recipe: Recipe) -> None:
@@ -66,13 +67,13 @@ def _compare_with_first(comm: Comm, value: Any) -> tuple[Any, Any, str] | None:
 
 
 def validate_equal_models(
-    comm: Comm, model: torch.nn.Module, optimizer: torch.optim.Optimizer
+    comm: Comm, model: torch.nn.Module, optimizer: torch.optim.Optimizer, is_exact: bool
 ) -> None:
     """Check on all ranks that every rank has built the same model and optimizer as rank 0.
 
     Names, shapes and types are compared, and the order of the parameters in the optimizer. The
-    values may differ, since rank 0 broadcasts its own.
-    All ranks must call this function.
+    values may differ, since rank 0 broadcasts its own; not in exact mode, where values of a random
+    generator without a seed are others in each start. All ranks must call this function.
 
     Raises:
         InputError: The model of a rank differs. All ranks raise it.
@@ -80,7 +81,11 @@ def validate_equal_models(
     tensors = [*model.named_parameters(), *model.named_buffers()]
     descriptions = []
     for name, tensor in tensors:
-        descriptions.append((name, list(tensor.shape), str(tensor.dtype)))
+        kind = str(tensor.dtype)
+        if is_exact:
+            values = fingerprint(tensor.detach().flatten()[:MAX_VALUES_COMPARED])
+            kind += f" with values of the hash {values.hex()[:8]}"
+        descriptions.append((name, list(tensor.shape), kind))
     names = name_params(model, optimizer)
     descriptions += [(f"in the optimizer {name}", [], "") for name in names]
     if (difference := _compare_with_first(comm, descriptions)) is None:
@@ -93,7 +98,7 @@ def validate_equal_models(
         f"{ranks} has built another model than rank 0: {_describe_tensor(peer_tensor)},"
         f" where rank 0 has {_describe_tensor(first_tensor)}",
         "build(config) the same on every rank: from the config alone, not from RANK, the host or"
-        " its files, nor in the order of a set",
+        " its files, the time or a generator without a seed, nor in the order of a set",
     )
 
 
