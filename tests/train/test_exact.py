@@ -373,9 +373,24 @@ class Counting(nn.Linear):
         return super().forward(x)
 
 
-def train_counting(run_dir: Path, first: int, how: str) -> dict[str, Any]:
+class CountingEntry(nn.Linear):
+    """Has what changes in its state_dict alone."""
+
+    seen = torch.zeros(1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = self.seen + len(x)
+        return super().forward(x)
+
+    def get_extra_state(self) -> torch.Tensor:
+        return self.seen
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        self.seen = state
+
+
+def train_counting(run_dir: Path, model: nn.Module) -> dict[str, Any]:
     """Six steps of two microbatches of four."""
-    model = Counting(first, how)
     job = Job(
         model=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
@@ -392,10 +407,15 @@ def test_a_buffer_that_forward_changes_is_refused_by_name(
     tmp_path: Path, first: int, how: str
 ) -> None:
     with pytest.raises(InputError, match="forward changes the buffer seen"):
-        train_counting(tmp_path / "run", first, how)
+        train_counting(tmp_path / "run", Counting(first, how))
     assert not list((tmp_path / "run" / "snapshots").glob("step_*")), (
         "what it had changed was not saved"
     )
+
+
+def test_an_entry_of_the_state_dict_that_forward_changes_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="forward changes the buffer _extra_state"):
+        train_counting(tmp_path, CountingEntry(12, 5))
 
 
 def grow(model: nn.Module) -> None:
@@ -430,7 +450,7 @@ def test_a_hook_of_the_step_may_move_a_buffer_that_snapshots_have(
 
 
 def test_a_buffer_may_be_written_with_the_value_that_it_has(tmp_path: Path) -> None:
-    assert train_counting(tmp_path / "run", 0, "same")["steps"] == 6
+    assert train_counting(tmp_path / "run", Counting(0, "same"))["steps"] == 6
 
 
 def test_another_number_of_threads_on_resume_is_refused(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from torch import nn
 
 from stepladder.core.errors import InputError
 from stepladder.train.batch_norm import find_batch_norms
+from stepladder.train.fingerprints import fingerprint
 
 
 class BufferChanged(InputError):
@@ -35,6 +36,14 @@ class ForwardBuffers:
                     self.paths.append((f"{prefix}.{name}".lstrip("."), module, name))
         self.values = [getattr(module, name).clone() for _, module, name in self.paths]
         self.versions = self._read_versions()
+        self.model = model
+        self.entries = self._read_entries()
+
+    def _read_entries(self) -> dict[str, bytes]:
+        """Return hashes of what `state_dict` has besides weights and buffers."""
+        known = set(map(id, (*self.model.parameters(), *self.model.buffers())))
+        entries = self.model.state_dict(keep_vars=True)
+        return {name: fingerprint(each) for name, each in entries.items() if id(each) not in known}
 
     def _read_versions(self) -> list[tuple[int, int]]:
         """Return each buffer's id and torch's count of writes, which misses writes to `.data`."""
@@ -66,6 +75,8 @@ class ForwardBuffers:
                     )
                 self.values[index] = buffer.clone()
         self.versions = versions
+        if self.entries:
+            self.entries = self._read_entries()
 
     def validate_unchanged(self) -> None:
         """Compare the values of all buffers with those at the beginning.
@@ -77,3 +88,6 @@ class ForwardBuffers:
             buffer = module._buffers[name]
             if buffer is None or not torch.equal(buffer, value):
                 raise BufferChanged(path)
+        for name, entry in self._read_entries().items() if self.entries else ():
+            if self.entries[name] != entry:
+                raise BufferChanged(name)
