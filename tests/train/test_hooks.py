@@ -222,11 +222,21 @@ class Tempered(nn.Linear):
         return {"temperature": 0.5}
 
 
+def with_buffer(buffer: torch.Tensor) -> nn.Module:
+    model = nn.Linear(4, 2)
+    model.register_buffer("shares", buffer)
+    return model
+
+
 @pytest.mark.parametrize(
     ("model", "message"),
     [
         (Tempered(4, 2), "state_dict of the model has _extra_state, which is no tensor but a dict"),
         (nn.LazyLinear(2), "the weight weight has no shape yet"),
+        (with_buffer(torch.eye(2).to_sparse()), "shares is of the layout torch.sparse_coo on cpu"),
+        (with_buffer(torch.ones(2, device="meta")), "shares is of the layout torch.strided on m"),
+        (with_buffer(torch.quantize_per_tensor(torch.eye(2), 0.1, 0, torch.qint8)), "shares is of"),
+        (with_buffer(torch.ones(1).expand(2)), "shares is expanded: no snapshot can have it"),
     ],
 )
 def test_a_model_that_no_snapshot_can_have_is_refused(model: nn.Module, message: str) -> None:

@@ -152,6 +152,18 @@ def _validate_writable(model: nn.Module) -> None:
                 f"{name} was made in torch.inference_mode(), so nothing can be written to it",
                 "torch.no_grad() in its place",
             )
+        is_dense = tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_meta)
+        if not is_dense or any(
+            size > 1 and not step for size, step in zip(tensor.shape, tensor.stride(), strict=True)
+        ):
+            kind = (
+                f"of the layout {tensor.layout} on {tensor.device}" if not is_dense else "expanded"
+            )
+            raise InputError(
+                f"{name} is {kind}: no snapshot can have it",
+                "register_buffer with dense tensors: the indices and the values of a sparse one;"
+                " expanded.clone()",
+            )
 
 
 def validate_closures(job: Job) -> None:
