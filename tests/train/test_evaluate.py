@@ -190,6 +190,14 @@ def test_evaluation_changes_no_weight_and_no_running_statistic() -> None:
     assert changed == []
 
 
+def test_a_metric_that_is_nan_twice_is_the_same_one() -> None:
+    source = open_source(data_of(9), torch.device("cpu"), seed=0)
+    metrics = evaluate(
+        model_of(), source, lambda *_: {"x": (math.nan, 1)}, ALONE, batch_size=4, repeats=True
+    )
+    assert math.isnan(metrics["x"])
+
+
 def test_without_samples_there_are_no_metrics() -> None:
     source = open_source(torch.zeros(0, 6), torch.device("cpu"), seed=0)
     assert evaluate(model_of(), source, mixed, ALONE, batch_size=4) == {}

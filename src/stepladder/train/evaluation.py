@@ -184,7 +184,8 @@ def _validate_on_all_ranks(model: nn.Module, metrics: Metrics, comm: Comm, batch
 def _validate_repeated(first: dict[str, Any], second: dict[str, Any]) -> None:
     """Raise InputError if two results of one batch differ."""
     for name, values in first.items():
-        if list(map(float, values)) != list(map(float, second[name])):
+        # As texts, of which NaN equals NaN.
+        if repr(list(map(float, values))) != repr(list(map(float, second[name]))):
             raise InputError(
                 f"--sync exact: the metric {name} of a batch is another one when it is computed"
                 " again, so it would depend on the number of processes and on a resume",
