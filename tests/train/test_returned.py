@@ -157,6 +157,7 @@ class Unsized(Dataset[int]):
         ((ROWS[0], [1] * 16), "is a tuple"),
         ({"x": ROWS[0], "y": [1] * 16}, "is a dict"),
         (np.array(["a"]), "cannot be tensors"),
+        (np.ma.masked_less(np.eye(16), 1), "some numbers of an array are masked"),
         (ROWS[0].to_sparse(), "torch.sparse_coo"),
         (torch.ones(16, 2, device="meta"), "on meta"),
         (torch.nested.nested_tensor([ROWS[0]], layout=torch.jagged), "a nested tensor"),

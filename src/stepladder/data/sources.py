@@ -105,6 +105,8 @@ class TensorSource:
 
 def _make_tensor(array: Any) -> torch.Tensor:
     """Return a tensor or an array as a tensor, with a copy only if torch needs one."""
+    if np.ma.is_masked(array):
+        raise ValueError("some numbers of an array are masked")
     if isinstance(array, np.ndarray) and min(array.strides, default=0) < 0:
         array = array.copy()
     return torch.as_tensor(array)
