@@ -275,7 +275,7 @@ def freeze(job: Job) -> None:
     [
         (change_rate, "lr of the optimizer changed outside of its step.* HINT: rates", 0.1),
         (change_rate, "lr of the optimizer changed", torch.tensor(0.1)),  # in place
-        (add_group, "the number of groups of the optimizer changed", 0.1),
+        (add_group, "the list of the optimizer's parameters has changed since build", 0.1),
         (freeze, "requires_grad of a weight has changed since build, .* HINT: freeze", 0.1),
     ],
 )
@@ -325,6 +325,20 @@ def test_freezing_in_a_hook_of_the_step_is_refused_since_no_snapshot_has_it(tmp_
     job.optimizer.register_step_post_hook(lambda *_: freeze(job))
     with pytest.raises(InputError, match=r"^requires_grad of a weight has changed since build"):
         fit(tmp_path, job)
+
+
+class Unfreezing(lr_scheduler.ConstantLR):
+    def step(self, epoch: int | None = None) -> None:
+        super().step(epoch)
+        if self.last_epoch == 2:
+            self.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+
+
+def test_a_schedule_that_adds_parameters_is_refused_before_a_snapshot(tmp_path: Path) -> None:
+    job = make_job(0.1, lambda optimizer: Unfreezing(optimizer, factor=1.0))
+    with pytest.raises(InputError, match=r"^the list of the optimizer's parameters has changed"):
+        fit(tmp_path, job, snapshot_every=1)
+    assert len(list((tmp_path / "snapshots").glob("step_*"))) == 1
 
 
 def test_a_function_of_a_schedule_that_reads_the_time_is_refused(tmp_path: Path) -> None:

@@ -205,15 +205,6 @@ def test_an_optimizer_that_nobody_can_cut_is_refused_by_name(
         Zero1.validate(job_of(None, optimizer(nn.Linear(2, 2).parameters())))
 
 
-def test_parameters_that_come_later_are_refused() -> None:
-    layer = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD([layer.weight], lr=0.1)
-    shards = OptimizerSlices(optimizer, alone())
-    optimizer.add_param_group({"params": [layer.bias]})
-    with pytest.raises(InputError, match="other parameters since"), shards.stepping():
-        pass
-
-
 # -- two copies of each slice ----------------------------------------------------------------------
 
 

@@ -38,7 +38,7 @@ class WeightUpdate:
         self.sync = sync
         self.params = list(spec.job.model.parameters())
         # As it was built: no snapshot would have a change, not even one that a step has made.
-        self.are_trained = [param.requires_grad for param in self.params]
+        self.built = self._read_built()
         # As they were after the last step, since nothing but a step may change them.
         self.groups: list[dict[str, Any]] = []
         self.rates: list[Rate] = []
@@ -48,20 +48,33 @@ class WeightUpdate:
         self.groups = list(map(dict, self.optimizer.param_groups))
         self.rates = read_rates(self.optimizer)  # copies: a rate may be a tensor
 
+    def _read_built(self) -> dict[str, list[Any]]:
+        groups = self.optimizer.param_groups
+        return {
+            "requires_grad of a weight": [param.requires_grad for param in self.params],
+            "the list of the optimizer's parameters": [
+                list(map(id, each["params"])) for each in groups
+            ],
+        }
+
+    def _validate_built(self) -> None:
+        """Raise InputError if a weight was frozen, or the optimizer has got other parameters."""
+        for name, value in self._read_built().items():
+            if value != self.built[name]:
+                raise InputError(
+                    f"{name} has changed since build, which no snapshot would have",
+                    "freeze weights in build, which gives the optimizer all others; later,"
+                    " --init-from RUN_DIR with another job",
+                )
+
     def _validate_settings(self) -> None:
         """Raise InputError if the job has changed settings, which each rank does by its passes."""
+        self._validate_built()
         groups = self.optimizer.param_groups
-        if self.are_trained != [param.requires_grad for param in self.params]:
-            raise InputError(
-                "requires_grad of a weight has changed since build, which no snapshot would have",
-                "freeze weights in build; later, --init-from RUN_DIR with another job",
-            )
         changed = set()
-        if len(groups) != len(self.groups):
-            changed.add("the number of groups")
-        elif read_rates(self.optimizer) != self.rates:
+        if read_rates(self.optimizer) != self.rates:
             changed.add("lr")
-        for group, before in zip(groups, self.groups, strict=False):
+        for group, before in zip(groups, self.groups, strict=True):
             if group != before:
                 changed.update(name for name in group if group[name] != before.get(name))
         if changed:
@@ -96,6 +109,7 @@ class WeightUpdate:
             param.grad = None
         if self.schedules:
             self._step_schedules(is_stepped)
+            self._validate_built()
         self._record_groups()
         return learning_rate, norm
 

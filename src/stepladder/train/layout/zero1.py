@@ -138,16 +138,9 @@ class OptimizerSlices:
             The function that takes the step.
 
         Raises:
-            InputError: The optimizer has got other parameters, or a hook, or a parameter another
-                memory, since.
+            InputError: The optimizer has got a hook, or a parameter another memory, since.
         """
         validate_unobserved(self.optimizer, "optimizer")
-        num_params = sum(len(group["params"]) for group in self.optimizer.param_groups)
-        if num_params != len(self.params):
-            raise InputError(
-                "--shard optimizer: the optimizer has got other parameters since the run began",
-                "give it all of them in build, or leave --shard out",
-            )
         if not all(piece.lies_in_param for piece in self.pieces):
             raise InputError(
                 "--shard optimizer: the memory of a weight was replaced, as by weight.data = copy",
