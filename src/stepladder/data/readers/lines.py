@@ -50,6 +50,8 @@ MAX_HEADER_BYTES = 1 << 20
 WHOLE_IN_FLOAT32 = 1 << 24  # up to which it has all whole numbers
 MAX_WHOLE = 1 << 53  # beyond it are measures such as 6e23, not times and identifiers
 MAX_FIELD_BYTES = (1 << 31) - 1
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+END_MARK = b"\x1a"  # of DOS
 UTF_16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 EXCEL_LINE = re.compile(rb'(?:\xef\xbb\xbf)?"?sep=.?"?\r?\n', re.IGNORECASE)
 HTML = re.compile(rb"\s*<(?:!doctype\s+)?html\b", re.IGNORECASE)
@@ -205,6 +207,11 @@ class CsvSource(IndexedSource):
             problem = f"it has {len(values)} values, the header {len(self.header)}"
         elif has_marks and any(map(QUOTED_TWICE.fullmatch, values)):
             problem = "it has quotation marks that are doubled, as in CSV"
+        elif data.startswith((b"\0", END_MARK)) or data.endswith(b"\0"):
+            problem = "it has bytes that are no text"
+        elif data.startswith(BYTE_ORDER_MARK) or (values == self.header and len(values) > 1):
+            problem = "it is the begin of another file, joined to this one"
+            hint = "the files themselves, in a list"
         if problem:
             raise InputError(problem, hint)
         return dict(zip(self.header, values, strict=True))
@@ -263,13 +270,14 @@ class CsvSource(IndexedSource):
             line.decode()
         hint = "a first line with the names of columns; or header=[NAMES]"
         try:
-            names = self._split(line.removeprefix(b"\xef\xbb\xbf"), has_quotes)
+            names = self._split(line.removeprefix(BYTE_ORDER_MARK), has_quotes)
         except (ValueError, InputError) as error:
             reason = getattr(error, "problem", error)
             problem = f"{file.name}: its first line has no names: {reason}"
             raise InputError(problem, hint) from error
         if self.given_header is not None:
-            return self.given_header, len(line) if names == self.given_header else 0
+            mark = len(BYTE_ORDER_MARK) if line.startswith(BYTE_ORDER_MARK) else 0
+            return self.given_header, len(line) if names == self.given_header else mark
         for name, count in Counter(names).items():
             if count > 1:
                 problem = f"{count} columns of its first line are called {name!r:.80}"
