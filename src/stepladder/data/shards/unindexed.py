@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from os import fsdecode
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from stepladder.core.errors import InputError, as_input_error
 from stepladder.data.readers.companions import is_companion
@@ -109,7 +112,20 @@ def _find_column(file: Path, name: str, array: Any) -> Column:
         kind = f"of type {array.dtype}"
     if kind:
         raise InputError(f"{file}: {name} is {kind}, not rows of numbers", "columns= without it")
+    if not _is_written(array):
+        problem = f"{file}: rows of {name} were never written, and would be read as zeros"
+        raise InputError(problem, "write them, also if they are zeros; or columns= without it")
     return Column(array.dtype.newbyteorder("="), array.shape[1:])
+
+
+def _is_written(array: Any) -> bool:
+    """Tell whether all chunks of an array are there; HDF5 shows those that are not as zeros."""
+    if array.is_virtual or array.external or not array.size:
+        return True
+    if not array.chunks:
+        return bool(array.id.get_storage_size())
+    counts = map(math.ceil, np.divide(array.shape, array.chunks))
+    return bool(array.id.get_num_chunks() >= math.prod(counts))
 
 
 def _find_linked(array: Any) -> Iterator[Path]:
