@@ -42,8 +42,13 @@ def write_tensor(path: Path, shape: list[float]) -> None:
     write_header(path, json.dumps({"x": entry} if shape != [-1] else {}))
 
 
-def write_header(path: Path, header: str) -> None:
-    path.write_bytes(struct.pack("<Q", len(header)) + header.encode())
+def write_tensors(*places: list[int]) -> Callable[[Path], None]:
+    entries = [{"dtype": "U8", "shape": [2], "data_offsets": place} for place in places]
+    return lambda path: write_header(path, json.dumps(dict(zip("xy", entries, strict=True))), 6)
+
+
+def write_header(path: Path, header: str, size: int = 0) -> None:
+    path.write_bytes(struct.pack("<Q", len(header)) + header.encode() + bytes(size))
 
 
 def write_text(text: str) -> Callable[[Path], object]:
@@ -76,6 +81,19 @@ def write_array(array: Any) -> Callable[[Path], None]:
         ("a.jsonl", write_text('{"x": 1}\n'), {"decode": 5}, "decode=5"),
         ("a.safetensors", lambda path: write_tensor(path, []), {}, "x is a single number"),
         ("a.safetensors", lambda path: write_tensor(path, [-3]), {}, "the rows of x hold nothing"),
+        (
+            "a.safetensors",
+            write_tensors([0, 2], [4, 6]),
+            {},
+            "y begins at byte 132, .* ends at 130",
+        ),
+        (
+            "a.safetensors",
+            write_tensors([0, 2], [1, 3]),
+            {},
+            "y begins at byte 129, .* ends at 130",
+        ),
+        ("a.npy", write_array(np.zeros(9)), {"block": 4}, "holds float64, and tokens are whole"),
         ("a.safetensors", lambda path: write_tensor(path, [-1]), {}, "holds no tensors"),
         ("a.safetensors", lambda path: write_tensor(path, [math.inf]), {}, "infinity to integer"),
         ("a.safetensors", lambda path: write_header(path, "[" * 100_000), {}, "too deeply"),
@@ -284,7 +302,7 @@ def test_a_damaged_text_in_an_arrow_file_is_named_and_found(tmp_path: Path) -> N
     source = open_data(file, columns=["text"])
     with pytest.raises(InputError, match=r"data-0\.arrow: record 25: .* HINT: correct the file"):
         source.read(np.array([21, 25]))
-    assert [damage.first for damage in source.find_damage()] == [20]
+    assert [damage.first for damage in source.find_damage()] == [25]
 
 
 def test_a_damaged_first_record_is_listed_with_the_others(tmp_path: Path) -> None:

@@ -266,6 +266,8 @@ def _divide_tokens(file: DataFile, begin: int, count: int, dtype: str, block: in
     Raises:
         InputError: The file has tokens, and not one block.
     """
+    if np.dtype(dtype).kind not in "iu":
+        raise InputError(f"{file.name} holds {dtype}, and tokens are whole numbers", NPY_HINT)
     if 0 < count <= block:
         problem = f"{file.name} has {count} tokens, too few for one sample of block={block}"
         raise InputError(problem, "a smaller block=, or the other files alone")
@@ -352,4 +354,14 @@ def _read_tensors(file: DataFile) -> dict[str, _Rows]:
             tensors[name] = replace(rows, stride=rows.row_bytes)
     if not tensors:
         raise InputError(f"{file.name} holds no tensors", "a file with some")
+    _validate_neighbours(file, 8 + length, tensors)
     return tensors
+
+
+def _validate_neighbours(file: DataFile, end: int, tensors: dict[str, _Rows]) -> None:
+    """Raise InputError if a tensor does not begin where the one before ends, the first at `end`."""
+    for name, rows in sorted(tensors.items(), key=lambda item: item[1].begin):
+        if rows.begin != end:
+            problem = f"{name} begins at byte {rows.begin:,}, and the tensor before ends at {end:,}"
+            raise InputError(f"{file.name} cannot be used: {problem}", DAMAGE_HINT)
+        end = rows.end
