@@ -95,10 +95,13 @@ def _decode_field(suffix: str, contents: bytes) -> Any:
 
 def _read_array(contents: bytes) -> np.ndarray:
     """Return the array of a .npy file. Raises ValueError if it is damaged, or has objects."""
-    shape, _, dtype = read_npy_header(io.BytesIO(contents))
-    if math.prod(shape) * dtype.itemsize > len(contents):  # NumPy would take memory for all of it
-        raise ValueError(f"it has {len(contents):,} bytes, too few for {dtype} {list(shape)}")
-    return np.lib.format.read_array(io.BytesIO(contents), allow_pickle=False)
+    stream = io.BytesIO(contents)
+    shape, _, dtype = read_npy_header(stream)
+    size = stream.tell() + math.prod(shape) * dtype.itemsize
+    if not dtype.hasobject and size != len(contents):  # NumPy would take memory for all of it
+        raise ValueError(f"{dtype} {list(shape)} has {size:,} bytes, and it has {len(contents):,}")
+    stream.seek(0)
+    return np.lib.format.read_array(stream, allow_pickle=False)
 
 
 def _find_samples(file: DataFile) -> Iterator[IndexArray]:
