@@ -428,3 +428,82 @@ def test_files_may_differ_in_whether_they_say_that_no_value_is_empty(tmp_path: P
         schema = pa.schema([pa.field("x", pa.int64(), nullable=is_nullable)])
         pq.write_table(pa.table({"x": [1]}, schema=schema), tmp_path / f"{name}.parquet")
     assert open_data(tmp_path).read(np.arange(2))["x"].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("lines", "problem"),
+    [
+        (b"a,b\nx,y\na,b\n", "record 1: it is the begin of another file"),
+        (b"a,b\nx,y\n\xef\xbb\xbfa,b\n", "record 1: it is the begin of another file"),
+        (b"a\nx\n" + bytes(9), "record 1: it has bytes that are no text"),
+        (b"a\nx\n\x1a", "record 1: it has bytes that are no text"),
+    ],
+    ids=["joined", "joined with a mark", "never written", "end mark of DOS"],
+)
+def test_a_record_of_csv_that_is_none_is_refused(
+    tmp_path: Path, lines: bytes, problem: str
+) -> None:
+    (tmp_path / "a.csv").write_bytes(lines)
+    with pytest.raises(InputError, match=problem):
+        open_data(tmp_path / "a.csv").read(np.arange(2))
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_value(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_bytes(b"\xef\xbb\xbf1,x\n2,y\n")
+    data = open_data(tmp_path / "a.csv", header=["number", "text"])
+    assert data.read(np.arange(2))["number"].tolist() == [1, 2]
+
+
+def test_what_follows_an_array_in_a_tar_file_is_not_left_out(tmp_path: Path) -> None:
+    array = save_npy(np.ones((2, 3)))
+    write_tar(tmp_path / "a.tar", {"0.npy": array, "1.npy": array + array})
+    with pytest.raises(
+        InputError, match=r"record 1: float64 \[2, 3\] has 176 bytes, and it has 352"
+    ):
+        open_data(tmp_path / "a.tar").read(np.arange(2))
+
+
+def test_an_offset_of_arrow_that_leads_out_of_its_memory_is_refused(tmp_path: Path) -> None:
+    table = pa.table({"text": ["a" * 77, "b"]})
+    with pa.ipc.new_stream(tmp_path / "a.arrow", table.schema) as stream:
+        stream.write_table(table)
+    good, bad = (np.array([0, 77, end], np.int32).tobytes() for end in (78, 1 << 30))
+    whole = (tmp_path / "a.arrow").read_bytes()
+    assert whole.count(good) == 1
+    (tmp_path / "a.arrow").write_bytes(whole.replace(good, bad))
+    with pytest.raises(InputError, match=r"records 0 to 1: .* HINT: correct the file"):
+        open_data(tmp_path / "a.arrow").read(np.arange(2))
+
+
+@pytest.mark.parametrize("chunks", [(2,), None], ids=["chunks", "one piece"])
+def test_rows_that_a_script_has_not_written_are_refused(
+    tmp_path: Path, chunks: tuple[int] | None
+) -> None:
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        x = file.create_dataset("x", (6,), np.float32, chunks=chunks)
+        if chunks:
+            x[:4] = 1
+    with pytest.raises(InputError, match="rows of x were never written"):
+        Shards(tmp_path / "a.h5")
+
+
+@pytest.mark.parametrize(
+    ("rows", "is_refused"), [(5000, True), (3, False), (0, False)], ids=["large", "small", "empty"]
+)
+def test_a_copy_of_a_file_is_not_read_as_more_samples(
+    tmp_path: Path, rows: int, is_refused: bool
+) -> None:
+    name = "x" * (10 if rows == 3 else 5000)  # so that files without rows are large
+    for file in ("0.parquet", "0 (1).parquet"):
+        pq.write_table(pa.table({name: np.arange(rows)}), tmp_path / file)
+        (tmp_path / file).with_suffix(".csv").write_text(f"{name}\n" + "1\n" * rows)
+    pq.write_table(pa.table({name: np.arange(1)}), tmp_path / "1.parquet")
+    (tmp_path / "1.csv").write_text(f"{name}\n1\n")
+    for pattern in ("*.parquet", "*.csv"):
+        if is_refused:
+            with pytest.raises(
+                InputError, match=r"0.* is a copy of .*0 \(1\).*would be read twice"
+            ):
+                open_data(tmp_path / pattern)
+        else:
+            assert len(open_data(tmp_path / pattern)) == 2 * rows + 1

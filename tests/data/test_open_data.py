@@ -153,8 +153,10 @@ def test_a_run_is_not_resumed_with_another_file_of_the_same_length(tmp_path: Pat
     WRITERS["parquet"](folder)
     flags = ("--microbatch", 4, "--data", "data", "--run-dir", "run")
     train(JOB, *flags, "--steps", 3, cwd=tmp_path)
-    first = folder / "part-0.parquet"
-    first.write_bytes((folder / "part-1.parquet").read_bytes())
+    first, second = folder / "part-0.parquet", folder / "part-1.parquet"
+    contents = first.read_bytes()
+    second.replace(first)
+    second.write_bytes(contents)
     done = run("train", JOB, *flags, "--steps", 5, cwd=tmp_path)
     refused(done, "data/part-0.parquet has other contents than run directory run was begun with")
 

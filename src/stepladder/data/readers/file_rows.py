@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from itertools import pairwise
+from itertools import compress, pairwise
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from stepladder.core.errors import InputError
 from stepladder.core.order import IndexArray
 from stepladder.data.readers.batches import Sample, collate_decoded
 from stepladder.data.readers.damage import Damage
-from stepladder.data.readers.files import Contents, DataFile, hash_files
+from stepladder.data.readers.files import Contents, DataFile, hash_files, validate_no_copies
 from stepladder.data.readers.open_options import OpenOptions
 
 CHUNK_BYTES = 1 << 20  # of rows that are read together: a block of the cache
@@ -119,6 +119,7 @@ class FileRows(OpenedSource):
         total = sum(counts)
         if total == 0:
             raise InputError(f"{files[0].name} has no samples", "a file with some")
+        validate_no_copies(list(compress(files, counts)))
         # The first sample of each file, and the number of samples.
         self.starts: IndexArray = np.cumsum([0, *counts])
         num_bytes = sum(file.size for file in files)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import io
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import repeat
+from operator import eq
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,6 +27,9 @@ ALL_SAMPLED_PIECES = 128  # of all files, but at least two of each
 POINTERS = (b"version https://git-lfs.", b"/annex/objects/")
 MAX_POINTER_BYTES = 1024
 MAX_HASHES = 256  # of a data set, in the state of a Loader
+MIN_COPY_BYTES = 4096
+READ_TWICE = "its samples would be read twice"
+ONCE_HINT = "one of them; Mixture([data], passes=[2]) reads data twice on purpose"
 DATA_HINT = "a file, a folder, or a pattern such as 'data/*.parquet'"
 
 Contents = list[list[str]]  # the name and the hash of each file
@@ -212,6 +217,27 @@ def hash_files(files: Sequence[DataFile]) -> Contents:
             [os.fsencode(files[begin].name).decode(errors="replace"), hashed.hexdigest()]
         )
     return contents
+
+
+def validate_no_copies(files: Sequence[DataFile]) -> None:
+    """Validate that no file is a copy of another: its samples would be read twice.
+
+    Args:
+        files: Those that have samples. Small ones may be equal by chance.
+
+    Raises:
+        InputError: One is.
+    """
+    sizes = Counter(file.size for file in files)
+    known: dict[tuple[int, str], DataFile] = {}
+    for file in files:
+        if file.size < MIN_COPY_BYTES or sizes[file.size] == 1:
+            continue
+        last = max(0, file.size - SAMPLED_BYTES)
+        ends = file.read(0, min(SAMPLED_BYTES, file.size)) + file.read(last, file.size)
+        other = known.setdefault((file.size, xxhash.xxh64_hexdigest(ends)), file)
+        if other is not file and all(map(eq, read_pieces(other), read_pieces(file))):
+            raise InputError(f"{file.name} is a copy of {other.name}: {READ_TWICE}", ONCE_HINT)
 
 
 def is_url(path: str | Path) -> bool:

@@ -13,7 +13,7 @@ from pathlib import Path
 from stepladder.core.errors import InputError, as_input_error
 from stepladder.core.typed_file import parse_json
 from stepladder.data.readers.damage import DAMAGE_HINT
-from stepladder.data.readers.files import DATA_HINT, is_url
+from stepladder.data.readers.files import DATA_HINT, ONCE_HINT, READ_TWICE, is_url
 
 SAVED_STATE = "state.json"  # of a folder that Hugging Face's save_to_disk has written
 SPLIT_NAMES = "trainval|training|train|testing|test|evaluation|eval|validation|valid|val|dev"
@@ -139,8 +139,7 @@ def validate_distinct(names: list[str]) -> None:
         for key in keys:
             if key in name_by_file:
                 raise InputError(
-                    f"{name_by_file[key]} and {name} are one file: its samples would be read twice",
-                    "one of them; Mixture([data], passes=[2]) reads data twice on purpose",
+                    f"{name_by_file[key]} and {name} are one file: {READ_TWICE}", ONCE_HINT
                 )
             name_by_file[key] = name
 

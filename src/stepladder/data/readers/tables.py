@@ -18,7 +18,7 @@ from stepladder.core.order import IndexArray
 from stepladder.data.readers.batches import DECODE_HINT, Sample, decode_image, stack_values
 from stepladder.data.readers.damage import Damage
 from stepladder.data.readers.file_rows import OpenedSource, group_rows
-from stepladder.data.readers.files import DataFile
+from stepladder.data.readers.files import DataFile, validate_no_copies
 from stepladder.data.readers.open_options import OpenOptions
 from stepladder.data.table import Column, Ragged, join_lists, select_columns
 
@@ -97,6 +97,8 @@ class TableSource(OpenedSource):
                 first_row += rows
         if not self.parts:
             raise InputError(f"{files[0].name} has no rows", "a file with rows")
+        filled = {part.file for part in self.parts}
+        validate_no_copies([file for file in files if file.name in filled])
         edges: IndexArray = np.cumsum([0, *(part.rows for part in self.parts)])
         super().__init__(files, edges, options)
         self.format = format_name
@@ -159,12 +161,8 @@ class TableSource(OpenedSource):
         for part in self.parts:
             try:
                 table = _read_table(part, self.names)
-                table.validate(full=True)
             except InputError as error:
                 yield part.make_damage(error.problem)
-                continue
-            except PARQUET_DAMAGE as error:
-                yield part.make_damage(get_reason(error))
                 continue
             for name, numbers in self.numbers.items():
                 column = table.column(name)
@@ -304,6 +302,15 @@ def _read_value(value: Any, is_image: bool) -> Any:
     return decode_image(plain["bytes"])
 
 
+def _validate_memory(table: Any) -> None:
+    """Raise ArrowInvalid if a value would lie out of its memory, where to read ends the process."""
+    try:
+        table.validate(full=True)
+    except pa.ArrowInvalid as error:
+        if "UTF8" not in str(error):  # of which the text is named that is not of it
+            raise
+
+
 def _read_table(part: _TablePart, names: list[str]) -> Any:
     """Return columns of a part as a table.
 
@@ -312,6 +319,7 @@ def _read_table(part: _TablePart, names: list[str]) -> Any:
     """
     try:
         table = part.read(names)
+        _validate_memory(table)
     except PARQUET_DAMAGE as error:
         raise part.make_damage(get_reason(error)).as_error() from error
     if len(table) != part.rows:
