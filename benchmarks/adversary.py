@@ -12,7 +12,6 @@ import hashlib
 import multiprocessing
 import os
 import pickle
-import random
 import signal
 import sys
 import tempfile
@@ -129,19 +128,18 @@ def serve(pipe: Any, rank: int, world_size: int) -> None:
 
 def train(task: Task, rank: int, world_size: int) -> Outcome:
     """Train a kind as one rank."""
-    import numpy as np
     import torch
     from adversary_kinds import KINDS
 
     from stepladder import InputError, Settings, Trainer, World
     from stepladder.core.errors import PeerLost
+    from stepladder.core.host_generators import seed_host
     from stepladder.train.pretended_ranks import pretend_one_rank
     from stepladder.train.process_group import process_group
 
     os.environ[EXCHANGE_VARIABLE] = MEMORY_EXCHANGE
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
-    random.seed(0)
-    np.random.seed(0)
+    seed_host(0)
     torch.manual_seed(0)
     kind = KINDS[task.name]
     values = {"epochs": 3, "global_batch": 24, "shard": task.part.shard, **kind.settings}

@@ -2105,3 +2105,122 @@ def sequences_that_grow_by_the_number_of_reads() -> Job:
 
     net = layers(nn.EmbeddingBag(WORDS, 8), nn.Linear(8, CLASSES))
     return job(net, data=Items(read), collate=collate)
+
+
+# -- the seventh trial -----------------------------------------------------------------------------
+
+
+OTHER_BUILD = "has built another model than rank 0"
+NO_SNAPSHOT = "no snapshot can have it"
+
+
+def drawn_in_build(draw: Callable[[tuple[int, ...]], Tensor]) -> Job:
+    model = Net()
+    with torch.no_grad():
+        for param in model.parameters():
+            param.copy_(draw(tuple(param.shape)))
+    return job(model)
+
+
+@kind()
+def weights_of_a_generator_without_a_seed() -> Job:
+    generator = np.random.default_rng()
+    return drawn_in_build(lambda shape: torch.from_numpy(generator.normal(scale=0.3, size=shape)))
+
+
+@kind()
+def noise_of_generators_without_a_seed() -> Job:
+    x, y = vectors()
+    draw = lambda: float(np.random.default_rng().random())  # noqa: E731
+    scale = 1 + draw()
+
+    def loss(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+        noise = draw() if batch[0].max() > 2.8 else scale
+        return cross_entropy(model, (batch[0] * noise, batch[1]))
+
+    def read(index: int) -> tuple[Tensor, Tensor]:
+        return x[index] + (draw() if index in (13, 57) else 0), y[index]
+
+    return job(loss=loss, data=Items(read), num_workers=2)
+
+
+@kind(refused=OTHER_BUILD, alone="")
+def weights_seeded_by_the_process_number() -> Job:
+    torch.manual_seed(os.getpid())
+    return drawn_in_build(lambda shape: 0.3 * torch.randn(shape))
+
+
+class CountedForward(Net):
+    """Has a tensor in its state_dict that is neither a weight nor a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = torch.zeros(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls = self.calls + 1
+        return super().forward(x)
+
+    def get_extra_state(self) -> Tensor:
+        return self.calls
+
+    def set_extra_state(self, state: Tensor) -> None:
+        self.calls = state
+
+
+@kind(refused="forward changes the buffer _extra_state")
+def extra_state_that_counts_passes() -> Job:
+    return job(CountedForward())
+
+
+def with_buffer(buffer: Tensor) -> Job:
+    model = Net()
+    model.register_buffer("shares", buffer)
+    return job(model)
+
+
+@kind(refused=NO_SNAPSHOT)
+def graph_in_a_sparse_buffer() -> Job:
+    return with_buffer(torch.eye(CLASSES).to_sparse())
+
+
+@kind(refused=NO_SNAPSHOT)
+def buffer_that_is_expanded() -> Job:
+    return with_buffer(torch.full((1,), 0.7).expand(CLASSES))
+
+
+@kind(refused=NO_SNAPSHOT)
+def quantized_buffer() -> Job:
+    return with_buffer(torch.quantize_per_tensor(torch.eye(CLASSES), 0.1, 0, torch.qint8))
+
+
+@kind(refused="some numbers of an array are masked")
+def masked_array_of_numpy() -> Job:
+    x, y = vectors()
+    return job(data=(np.ma.masked_greater(x.numpy(), 1.0), y.numpy()))
+
+
+@kind()
+def metric_that_is_nan() -> Job:
+    def metrics(model: nn.Module, batch: Any) -> dict[str, tuple[Tensor, int]]:
+        return {"log": (model(batch[0]).log().sum(), len(batch[0]))}
+
+    return job(metrics=metrics, eval_data=vectors(), best=("log", "max"))
+
+
+class Unfreezing(torch.optim.lr_scheduler.ConstantLR):
+    def step(self, epoch: int | None = None) -> None:
+        super().step(epoch)
+        if self.last_epoch == 1:
+            group = {"params": self.later, "initial_lr": 0.05}
+            self.optimizer.add_param_group(group)
+            self.base_lrs.append(0.05)
+
+
+@kind(refused="the list of the optimizer's parameters has changed since build")
+def group_of_parameters_that_a_schedule_adds() -> Job:
+    model = Net()
+    made = job(model, optimizer=lambda _: torch.optim.SGD(model.last.parameters(), lr=0.05))
+    schedule = Unfreezing(made.optimizer, factor=1.0)
+    schedule.later = list(model.second.parameters())
+    return replace(made, schedule=schedule)

@@ -40,6 +40,7 @@ ATTRIBUTES_OF_OTHERS = 80
 
 # What is set from outside of its object, each with its reason.
 SET_FROM_OUTSIDE = {
+    "BIT_GENERATOR.randbits": "a patch of NumPy",
     "BatchIterator.__next__": "the iterator of a user's DataLoader, timed from outside",
     "Queue._on_queue_feeder_error": "a patch of multiprocessing",
     "_syscall.argtypes": "ctypes declares a C function so",

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from multiprocessing import get_context
 
 import numpy as np
 import pytest
 import torch
 
+from stepladder.core.host_generators import seed_host
 from stepladder.train.generators import PassGenerators
 
 CPU = torch.device("cpu")
@@ -18,6 +20,7 @@ DRAWS: dict[str, Callable[[], object]] = {
     "shuffle": lambda: random.shuffle([1, 2]),
     "numpy": np.random.rand,
     "beta": lambda: np.random.beta(0.4, 0.4),
+    "a generator without a seed": lambda: np.random.default_rng().random(),
     "all words of NumPy's generator": lambda: np.random.rand(312),
     "all words of Python's generator": lambda: [random.random() for _ in range(312)],
 }
@@ -69,3 +72,22 @@ def test_a_pass_after_draws_of_something_else_has_its_own_seed() -> None:
         draws.append(draw_all())
         generators.end_pass()
     assert draws[0] == draws[1]
+
+
+def test_a_generator_without_a_seed_follows_the_global_one_but_not_in_a_fork() -> None:
+    draws = []
+    for seed in (5, 5, 6):
+        seed_host(seed)
+        draws.append((np.random.default_rng().random(), np.random.RandomState().random_sample()))
+    assert draws[0] == draws[1] != draws[2]
+    seed_host(5)
+    with get_context("fork").Pool(1) as pool:
+        forked = pool.apply(_draw)
+        assert forked != draws[0][0]
+        assert pool.apply(_draw, (5,)) == draws[0][0]
+
+
+def _draw(seed: int | None = None) -> float:
+    if seed is not None:
+        seed_host(seed)
+    return np.random.default_rng().random()

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import multiprocessing
-import random
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from stepladder.core.errors import InputError, to_one_line
+from stepladder.core.host_generators import seed_host
 from stepladder.core.order import derive_seed
 from stepladder.data.workers import PackedError, call_in_rank, call_in_worker, initialize_worker
 
@@ -74,8 +73,7 @@ class _SeededItems(Dataset[tuple[int, Any]]):
     def __getitem__(self, sample: SampleKey) -> tuple[int, Any]:
         epoch, index = sample
         seed = derive_seed(self.seed, "sample", epoch, index)
-        random.seed(seed)
-        np.random.seed(seed % 2**32)
+        seed_host(seed)
         torch.default_generator.manual_seed(seed)
         return index, self.dataset[index]
 

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from stepladder.core.host_generators import seed_host
+
 # A Mersenne Twister is an array of this many words and an index in it.
 NUM_WORDS = 624
 State = Any  # equal for equal states of a generator
@@ -19,19 +21,13 @@ State = Any  # equal for equal states of a generator
 def seed_generators(seed: int, device: torch.device) -> None:
     """Seed all global generators; torch.manual_seed would take a millisecond."""
     _seed_torch(seed, device)
-    _seed_host(seed)
+    seed_host(seed)
 
 
 def _seed_torch(seed: int, device: torch.device) -> None:
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(seed)
-
-
-def _seed_host(seed: int) -> None:
-    """Seed the generators of Python and NumPy, which takes 15 us."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
 
 
 class PassGenerators:
@@ -48,9 +44,8 @@ class PassGenerators:
         self.seeds_host = False
         self.was_drawn = False
         self.read_states = [_make_python_reader(), _make_numpy_reader()]
-        _seed_host(
-            0
-        )  # also drops a second Gaussian number, which a draw would take without a trace
+        # Also drops a second Gaussian number, which a draw would take without a trace.
+        seed_host(0)
         self.states = self._read()
 
     def _read(self) -> list[State]:
@@ -75,7 +70,7 @@ class PassGenerators:
         # Something else has drawn from them since the last pass, such as a Dataset.
         is_changed = self._read() != self.states
         if self.seeds_host or is_changed:
-            _seed_host(seed)
+            seed_host(seed)
             self.states = self._read()
 
     def begin_update(self, seed: int) -> None:

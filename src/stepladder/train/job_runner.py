@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import math
 import os
-import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
@@ -13,11 +12,11 @@ from dataclasses import MISSING, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from stepladder.core.console import echo_json, write_text
 from stepladder.core.errors import DONE, STOPPED, InputError, to_one_line
+from stepladder.core.host_generators import seed_host
 from stepladder.core.machine_limits import name_machine_errors
 from stepladder.core.settings import Settings, TrainRequest
 from stepladder.core.signals import die_with_parent
@@ -169,8 +168,7 @@ def load_job(request: TrainRequest, world: World) -> tuple[Callable[[], Job], Re
 
 def _seed_all(seed: int) -> None:
     """Seed the global generators, for a build that has no generator of its own."""
-    random.seed(seed)
-    np.random.seed(seed)
+    seed_host(seed)
     torch.manual_seed(seed)
 
 

@@ -30,6 +30,7 @@ MAX_HIGH_BITS = 16  # of a token of 32 bits, in a vocabulary of a million
 MISTAKEN_TYPES = (("uint32", "int64", "int32"), ("uint16", "uint32", "uint16"))
 MAX_SAFETENSORS_HEADER_BYTES = 1 << 26
 BLOCK_HINT = "block=1024, the tokens of a sample"
+TOKENS_HINT = "save tokens.astype(np.uint16); or leave block out"
 SAFETENSORS_TYPES = {
     "F64": "float64",
     "F32": "float32",
@@ -267,7 +268,7 @@ def _divide_tokens(file: DataFile, begin: int, count: int, dtype: str, block: in
         InputError: The file has tokens, and not one block.
     """
     if np.dtype(dtype).kind not in "iu":
-        raise InputError(f"{file.name} holds {dtype}, and tokens are whole numbers", NPY_HINT)
+        raise InputError(f"{file.name} holds {dtype}, and tokens are whole numbers", TOKENS_HINT)
     if 0 < count <= block:
         problem = f"{file.name} has {count} tokens, too few for one sample of block={block}"
         raise InputError(problem, "a smaller block=, or the other files alone")
