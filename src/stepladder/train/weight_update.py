@@ -52,9 +52,7 @@ class WeightUpdate:
         groups = self.optimizer.param_groups
         return {
             "requires_grad of a weight": [param.requires_grad for param in self.params],
-            "the list of the optimizer's parameters": [
-                list(map(id, each["params"])) for each in groups
-            ],
+            "the list of the optimizer's parameters": [len(each["params"]) for each in groups],
         }
 
     def _validate_built(self) -> None:
