@@ -233,9 +233,15 @@ def with_buffer(buffer: torch.Tensor) -> nn.Module:
     [
         (Tempered(4, 2), "state_dict of the model has _extra_state, which is no tensor but a dict"),
         (nn.LazyLinear(2), "the weight weight has no shape yet"),
-        (with_buffer(torch.eye(2).to_sparse()), "shares is of the layout torch.sparse_coo on cpu"),
-        (with_buffer(torch.ones(2, device="meta")), "shares is of the layout torch.strided on m"),
-        (with_buffer(torch.quantize_per_tensor(torch.eye(2), 0.1, 0, torch.qint8)), "shares is of"),
+        (with_buffer(torch.eye(2).to_sparse()), "shares is torch.float32, torch.sparse_coo on cpu"),
+        (
+            with_buffer(torch.ones(2, device="meta")),
+            "shares is torch.float32, torch.strided on meta",
+        ),
+        (
+            with_buffer(torch.quantize_per_tensor(torch.eye(2), 0.1, 0, torch.qint8)),
+            "shares is torch.qint8",
+        ),
         (with_buffer(torch.ones(1).expand(2)), "shares is expanded: no snapshot can have it"),
     ],
 )

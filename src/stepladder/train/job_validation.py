@@ -153,12 +153,9 @@ def _validate_writable(model: nn.Module) -> None:
                 "torch.no_grad() in its place",
             )
         is_dense = tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_meta)
-        if not is_dense or any(
-            size > 1 and not step for size, step in zip(tensor.shape, tensor.stride(), strict=True)
-        ):
-            kind = (
-                f"of the layout {tensor.layout} on {tensor.device}" if not is_dense else "expanded"
-            )
+        sizes = zip(tensor.shape, tensor.stride() if is_dense else (), strict=is_dense)
+        if not is_dense or any(size > 1 and not step for size, step in sizes):
+            kind = "expanded" if is_dense else f"{tensor.dtype}, {tensor.layout} on {tensor.device}"
             raise InputError(
                 f"{name} is {kind}: no snapshot can have it",
                 "register_buffer with dense tensors: the indices and the values of a sparse one;"
