@@ -32,4 +32,5 @@ def _forget() -> None:
     BIT_GENERATOR.randbits = _read_system
 
 
-os.register_at_fork(after_in_child=_forget)
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_forget)
