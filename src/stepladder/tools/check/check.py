@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -72,6 +72,7 @@ class Request:
         unsafe: Whether the script may run where no kernel protects the files outside the copy.
         relations_only: Whether no rule is applied, so that relations alone are judged.
         leaves: Whether the gradients of each rank alone are recorded.
+        texts: The texts with which files of the script run, by their paths in the folder.
     """
 
     script: Path
@@ -94,6 +95,7 @@ class Request:
     unsafe: bool = False
     relations_only: bool = False
     leaves: bool = False
+    texts: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -255,6 +257,7 @@ class Check:
             args,
             self.request.writable_folders,
             is_unsafe=self.request.unsafe,
+            texts=self.request.texts,
         )
         with closing(Sandbox(folders)) as sandbox, closing(ForkServers()) as servers:
             yield self.make_launch(scratch_folder, sandbox, servers)

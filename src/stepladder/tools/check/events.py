@@ -322,6 +322,10 @@ class CarriedState(ProbeEvent, kind="carried"):
     """A module is called with what it has returned in the step before, as a stateful LSTM is."""
 
 
+class CoupledSamples(ProbeEvent, kind="coupled"):
+    """A loss is about to give gradients that depend on the outputs of other samples."""
+
+
 class NamesWhereBuilt(ProbeEvent, kind="namesbuilt"):
     """An optimizer is about to be built."""
 

@@ -169,7 +169,10 @@ class RankLog(EventSequence):
                 passes[one_pass.number] = one_pass
                 running.append(one_pass)
             elif isinstance(event, Batch) and event.number in passes:
-                passes[event.number].batches.append(event)
+                current = passes[event.number]
+                current.batches.append(event)
+                # Those that a `break` has left do not tell of their end.
+                running = [*(one_pass for one_pass in running if one_pass is not current), current]
             elif isinstance(event, PassEnd) and event.number in passes:
                 ended = passes[event.number]
                 ended.finish(event, index + 1)
@@ -289,17 +292,18 @@ class Recording:
 def passes_by_hand(events: Iterable[tuple[int, ProbeEvent]]) -> Iterator[LoaderPass]:
     """Yield the passes of a script that trains with batches of its own: series of calls of models.
 
-    A pass ends where models are called with gradients no longer, or again. What a model is called
-    with first, after a backward pass or a step, is a batch.
+    A pass ends where models are called with gradients no longer, or again, but for a call before
+    the backward pass of another, as of a teacher. What a model is called with first, after a
+    backward pass or a step, is a batch.
 
     Args:
         events: The events outside of the passes of loaders, with their indices.
     """
     one_pass: LoaderPass | None = None
-    index, keeps_graph, is_next_batch = 0, True, True
+    index, keeps_graph, is_next_batch, awaits_backward = 0, True, True, False
     for number, event in events:
         is_other_call = isinstance(event, Forward) and event.grad is not keeps_graph
-        if one_pass and (is_other_call or number > index + 1):
+        if one_pass and ((is_other_call and not awaits_backward) or number > index + 1):
             one_pass.finish(PassEnd(number=one_pass.number, cut=False), index + 1)
             yield one_pass
             one_pass = None
@@ -318,7 +322,9 @@ def passes_by_hand(events: Iterable[tuple[int, ProbeEvent]]) -> Iterator[LoaderP
                 )
                 one_pass.batches.append(batch)
                 one_pass.events.append(batch)
-            is_next_batch = not event.grad
+            is_next_batch = not keeps_graph
+            awaits_backward |= event.grad
+        awaits_backward &= not isinstance(event, Backward)
         is_next_batch |= isinstance(event, Backward | OptimizerStep)
         if one_pass:
             one_pass.events.append(event)

@@ -17,6 +17,7 @@ IN_ACCELERATE = (
     (r"dist\.get_world_size\(\)", "accelerator.num_processes"),
     (r"dist\.barrier\(\)", "accelerator.wait_for_everyone()"),
     (r"dist\.destroy_process_group\(\)", "accelerator.end_training()"),
+    (r"dist\.broadcast\((.*), 0\)", r"\1.copy_(broadcast(\1))"),
     (r"dist\.broadcast_object_list", "broadcast_object_list"),
     (r"dist\.all_reduce\((.*)\)", r'\1.copy_(accelerator.reduce(\1, "sum"))'),
     (r"gather_objects\((.*)\)", r"gather_object([\1])"),
@@ -39,7 +40,11 @@ def join_processes():
     """Let all processes go on with the random numbers of process 0."""
     states = [random_states()]
     broadcast_object_list(states)
-    set_random_states(states[0])'''
+    set_random_states(states[0])''',
+    "gather_tensors": '''\
+def gather_tensors(tensor):
+    """Return the tensors of all processes, which have one shape."""
+    return list(accelerator.gather(tensor).chunk(accelerator.num_processes))''',
 }
 
 

@@ -27,6 +27,8 @@ class Conversion:
         imports_stepladder: Whether the converted script may import stepladder.
         by_accelerate: Whether it is converted to Accelerate.
         ways: The function that has made each rung so far, by the rung's letter.
+        shared_before: The calls of models that get rows which are shares already.
+        gathered: The edits by which losses see the outputs of all processes.
     """
 
     main: str
@@ -35,6 +37,8 @@ class Conversion:
     imports_stepladder: bool = False
     by_accelerate: bool = False
     ways: dict[str, object] = field(default_factory=dict)
+    shared_before: set[Location] = field(default_factory=set)
+    gathered: list[Edit] = field(default_factory=list)
 
     def file(self, location: Location) -> SourceText:
         if location.file in self.files:

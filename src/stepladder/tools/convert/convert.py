@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Mapping
-from contextlib import chdir, closing, suppress
-from dataclasses import dataclass, field
+from contextlib import closing, suppress
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 
@@ -13,8 +13,8 @@ from stepladder.core.errors import InputError, to_one_line
 from stepladder.core.scratch import temporary_folder
 from stepladder.core.signals import exit_on_signals
 from stepladder.tools.check import check as checking
-from stepladder.tools.check.copying import copy_folder
 from stepladder.tools.check.events import LoadedLibraries
+from stepladder.tools.check.failure import choose_exit_code
 from stepladder.tools.check.fork_servers import ForkServers
 from stepladder.tools.check.launch_style import LaunchStyle, find_modules_elsewhere, find_styles
 from stepladder.tools.check.resume import NO_COMPARISON
@@ -22,7 +22,7 @@ from stepladder.tools.check.script_source import read_source
 from stepladder.tools.convert.conversion import Conversion
 from stepladder.tools.convert.facts import ScriptFacts
 from stepladder.tools.convert.ladder import RUNGS, Rung, compose
-from stepladder.tools.convert.loops import find_loops_by_hand
+from stepladder.tools.convert.loops import find_loops_by_hand, find_loops_that_train
 from stepladder.tools.convert.proof import (
     RungProof,
     prove,
@@ -40,8 +40,8 @@ from stepladder.tools.convert.shown_expressions import (
     find_shown_expression,
     take_of_all,
 )
-from stepladder.tools.convert.source import CannotConvert, Edit, EditedText, SourceText, diff
-from stepladder.tools.convert.starts import ScriptStarter, Started, write_texts
+from stepladder.tools.convert.source import CannotConvert, Edit, EditedText, Loop, SourceText, diff
+from stepladder.tools.convert.starts import ScriptStarter, Started
 from stepladder.tools.convert.to_job import JOB, write_job
 
 JOIN = "join_processes()\n"
@@ -211,9 +211,7 @@ class Converter:
         main = str(self.style.script.relative_to(self.style.root))
         conversion = Conversion(main, files, ScriptFacts(recorded.recording))
         for epochs in (self.request.epochs or 2, EPOCHS_UNTIL_TRAINING):
-            self.shortening = list(shorten_epochs(conversion, epochs))
-            texts = _texts_of(compose(conversion, [self.shortening]))
-            started = self.starter.run(starts_of_original(texts))
+            started = self.shorten(conversion, epochs)
             if all(item.outcome.has_stepped for item in started.values()):
                 break
         for item in started.values():
@@ -226,6 +224,22 @@ class Converter:
         with suppress(CannotConvert):
             self.files_once = list(write_once(conversion, "save_without_barrier"))
         return conversion
+
+    def shorten(self, conversion: Conversion, epochs: int) -> dict[str, Started]:
+        """Run the script with a few turns of each loop that trains, until no further one is met."""
+        loops: set[tuple[SourceText, Loop]] = set()
+        known = set(find_loops_that_train(conversion))
+        shortening: dict[Edit, None] = {}
+        while known - loops or not shortening:
+            loops |= known
+            shortening |= dict.fromkeys(shorten_epochs(conversion, epochs))
+            self.shortening = list(shortening)
+            texts = _texts_of(compose(conversion, [self.shortening]))
+            started = self.starter.run(starts_of_original(texts))
+            facts = ScriptFacts(started["reference"].recording)
+            conversion = replace(conversion, facts=facts)
+            known = set(find_loops_that_train(conversion))
+        return started
 
     def require_training(self, started: Started) -> None:
         """Raise an InputError if the script fails or trains nothing, or asks for its rank."""
@@ -252,6 +266,9 @@ class Converter:
                 reason = reason or str(problem)
                 continue
             edited, proof = self.try_edits(conversion, rung, [*steps, edits])
+            if shared := proof.shared_twice - conversion.shared_before:
+                conversion.shared_before.update(shared)
+                return self.choose_way(conversion, rung, steps)
             if proof.wrong_numbers and "shown-numbers" in rung.judged:
                 edits, edited, proof = self.mend_numbers(conversion, rung, steps, edits, proof)
             if not proof.broken and "resume" in rung.judged:
@@ -267,28 +284,28 @@ class Converter:
         raise CannotConvert(reason)
 
     def check_resume(self, edited: dict[str, EditedText], proof: RungProof) -> None:
-        """Check the converted script as a user would, with a resumed run, and add what it says."""
-        copy = self.starter.scratch / "converted"
-        copy_folder(self.style.root, copy)
+        """Check the converted script as a user would, with a resumed run, and add what it says.
+
+        What is no fault of a resume is one of the script as it was.
+        """
         seeded = {
             name: text.replace(JOIN, SEEDED_JOIN) for name, text in _texts_of_run(edited).items()
         }
-        write_texts(copy, self.starter.modules | seeded)
-        script = copy / self.style.script.relative_to(self.style.root)
         request = checking.Request(
-            script,
+            self.style.script,
             self.request.args,
             nproc=self.num_processes,
             batches=self.starter.batches,
             resume=True,
             timeout=self.request.timeout,
+            texts=self.starter.modules | seeded,
         )
-        with chdir(copy / self.style.subfolder):
-            report = checking.check(request)
-        if report.exit_code:
-            failure = report.not_checked
+        report = checking.check(request)
+        findings = [item for item in report.findings if checking.family_of(item) == "snapshots"]
+        failure = report.not_checked
+        if choose_exit_code(findings, failure):
             texts = [(failure.output or failure.line).strip().splitlines()[-1]] if failure else []
-            for item in report.findings:
+            for item in findings:
                 texts.append(f"{item.rule}: {to_one_line(item.evidence or item.what)}")
             proof.broken.append(f"check --resume: {'; '.join(texts)}")
         else:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from stepladder.tools.check.events import (
     Backward,
     CarriedState,
+    CoupledSamples,
     FileAppend,
     FileMove,
     FileRemoval,
@@ -67,6 +68,12 @@ class LoaderFacts:
     @property
     def is_training(self) -> bool:
         return any(one_pass.is_training for one_pass in self.passes)
+
+    @property
+    def training_uses(self) -> list[tuple[Use, ...]]:
+        """The uses at the lines of passes that train: an evaluation may read the loader, too."""
+        lines = {p.line.line for p in self.passes if p.is_training and p.line}
+        return [use for use in self.uses if self.is_by_hand or use[0].location.line in lines]
 
     def turns(self, number: int) -> tuple[set[int], set[int]]:
         """Return which of a number of calls, in turn, make these loaders, and which the others."""
@@ -264,6 +271,10 @@ class ScriptFacts:
     @cached_property
     def carried(self) -> list[Location]:
         return self.locations(CarriedState)
+
+    @cached_property
+    def coupled(self) -> list[Location]:
+        return self.locations(CoupledSamples)
 
     @cached_property
     def writes(self) -> list[Location]:

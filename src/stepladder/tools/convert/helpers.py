@@ -14,13 +14,17 @@ IMPORTS = {
     "time": "import time",
     "torch": "import torch",
     "dist": "import torch.distributed as dist",
+    "accumulate": "from itertools import accumulate",
+    "chain": "from itertools import chain",
     "islice": "from itertools import islice",
+    "zip_longest": "from itertools import zip_longest",
     "DistributedDataParallel": "from torch.nn.parallel import DistributedDataParallel",
     "DataLoader": "from torch.utils.data import DataLoader",
     "SequentialSampler": "from torch.utils.data import SequentialSampler",
     "StopSignals": "from stepladder import StopSignals",
     "Accelerator": "from accelerate import Accelerator",
     "DistributedDataParallelKwargs": "from accelerate import DistributedDataParallelKwargs",
+    "broadcast": "from accelerate.utils import broadcast",
     "broadcast_object_list": "from accelerate.utils import broadcast_object_list",
     "gather_object": "from accelerate.utils import gather_object",
 }
@@ -39,6 +43,11 @@ def join_processes():
     states = [random_states()]
     dist.broadcast_object_list(states)
     set_random_states(states[0])  # from here on all processes draw what process 0 draws''',
+    "leave_processes": '''\
+def leave_processes():
+    """Leave the other processes. Where the interpreter ends before gloo's threads, it aborts."""
+    time.sleep(0.1)  # lets them drop their tensors
+    dist.destroy_process_group()''',
     "started_accelerator": '''\
 def started_accelerator():
     """Return the accelerator that the started script has made."""
@@ -74,14 +83,14 @@ class ShareOfSampler:
         rank, size = dist.get_rank(), dist.get_world_size()
         draws = iter(self.sampler)
         drawn = [None]
-        DataLoader.given = 0  # in the last pass, of all modules
+        DataLoader.given = []  # the sizes of batches in the last pass, of all modules
         while drawn != [[]]:
             drawn = [list(islice(draws, 1000 * size))]
             dist.broadcast_object_list(drawn)
             if self.has_equal_shares:  # a last batch that has none gets samples twice
                 drawn[0] += drawn[0][: -len(drawn[0]) % size]
             for item in drawn[0][rank::size]:
-                DataLoader.given += 1
+                DataLoader.given.append(len(item) if isinstance(item, list) else 1)
                 yield item
 
     def __len__(self):
@@ -173,21 +182,37 @@ def gather_objects(value):
     return values''',
     "sum_over_processes": '''\
 def sum_over_processes(value):
-    """Return the sum of a number or a tensor over all processes; lists are joined."""
+    """Return the sum of a number or a tensor over all processes; a list has all in their order."""
     if isinstance(value, tuple):
         return tuple(map(sum_over_processes, value))
     value = value.detach().cpu() if torch.is_tensor(value) else value
     parts = gather_objects(value)
+    if isinstance(value, list):
+        return list(chain.from_iterable(in_order(parts)))
     return sum(parts[1:], parts[0])''',
     "join_over_processes": '''\
 def join_over_processes(value):
-    """Return the rows of all processes, in the order of processes; None where none has any."""
+    """Return the rows of all processes, in the order of the batches; None where none has any."""
     parts = gather_objects(value.cpu() if torch.is_tensor(value) else value)
-    parts = [part for part in parts if part is not None]
+    parts = in_order(parts)
     if not parts:
         return None
     join = torch.cat if torch.is_tensor(parts[0]) else sys.modules["numpy"].concatenate
     return join(parts)''',
+    "in_order": '''\
+def in_order(parts):
+    """Return parts of all processes in the order of the batches in which processes took turns.
+
+    A part has an item for each sample or batch; other parts follow each other as they are.
+    """
+    chunks = []
+    for part, sizes in zip(parts, gather_objects(getattr(DataLoader, "given", []))):
+        part = [] if part is None else part
+        sizes = sizes if len(part) == sum(sizes) else [1] * len(part) * (len(part) == len(sizes))
+        ends = list(accumulate(sizes)) or [len(part)]
+        chunks.append([part[start:end] for start, end in zip([0, *ends], ends)])
+    in_turn = chain.from_iterable(zip_longest(*chunks))
+    return [chunk for chunk in in_turn if chunk is not None and len(chunk)]''',
     "mean_over_processes": '''\
 def mean_over_processes(value):
     """Return the mean of a number over all processes."""
@@ -203,7 +228,7 @@ def mean_by_batches(value):
     """Return the mean over all batches of the last pass, from the mean of this process's."""
     if isinstance(value, tuple):
         return tuple(map(mean_by_batches, value))
-    given = DataLoader.given
+    given = len(DataLoader.given)
     return sum_over_processes(value * given) / sum_over_processes(given)''',
     "weigh_share": '''\
 def weigh_share(criterion, outputs, targets, shows_share=False, **options):
@@ -226,13 +251,41 @@ def weigh_share(criterion, outputs, targets, shows_share=False, **options):
         loss = 0 * outputs.sum()
     weighed = loss * weight * dist.get_world_size() / total
     return weighed + (loss - weighed).detach() if shows_share else weighed''',
+    "gather_tensors": '''\
+def gather_tensors(tensor):
+    """Return the tensors of all processes, which have one shape."""
+    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, tensor)
+    return parts''',
+    "gather_rows": '''\
+def gather_rows(value):
+    """Return the rows of all processes in the order of the batch; all compute the same loss.
+
+    The gradient of this process's rows counts as often as there are processes, whose mean is taken.
+    """
+    if isinstance(value, dict):
+        return {name: gather_rows(part) for name, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [gather_rows(part) for part in value]
+    if not torch.is_tensor(value) or not value.dim() or not torch.is_grad_enabled():
+        return value
+    constant = value.detach().contiguous()
+    parts = gather_tensors(constant)
+    if value.requires_grad:
+        parts[dist.get_rank()] = constant + (value - constant) * len(parts)
+    return torch.stack(parts, 1).flatten(0, 1)''',
     "inner_model": '''\
 def inner_model(model):
     """Return the model inside of the wrapper, if there is one."""
     return getattr(model, "module", model)''',
     "average_gradients": '''\
 def average_gradients(model):
-    """Average each gradient over all processes once it is there, also if a part is called alone."""
+    """Begin with the weights of process 0, and average each gradient once it is there.
+
+    A part of the model may be called alone, which no wrapper sees.
+    """
+    for tensor in [*model.parameters(), *model.buffers()]:
+        dist.broadcast(tensor.detach(), 0)
 
     def average(parameter):
         dist.all_reduce(parameter.grad)
@@ -380,5 +433,6 @@ def watch_for_stop():
 def exit_if_asked():
     """End all processes if one was asked to stop; 75 asks for a new start."""
     if sum_over_processes(len(stop_signals)):
+        leave_processes()
         sys.exit(75)''',
 }

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from stepladder.tools.check.script_source import stored_names
-from stepladder.tools.convert import rungs, rungs_files, rungs_losses, rungs_snapshot
+from stepladder.tools.convert import rungs, rungs_batches, rungs_files, rungs_losses, rungs_snapshot
 from stepladder.tools.convert.accelerate import HELPERS_IN_ACCELERATE, translate
 from stepladder.tools.convert.conversion import Conversion, Edits
 from stepladder.tools.convert.helpers import HELPERS, IMPORTS
@@ -50,9 +50,13 @@ RUNGS = (
     Rung(
         "b",
         "share the training samples",
-        "Each process reads its share of each batch, and batches together are as large as before.",
+        "Each process reads its share of each batch, and batches together are as large as before. "
+        "A loss that compares samples with each other gets the rows of all.",
         "Each process would read all samples: the same work, done several times.",
-        (rungs.share_training_samples, partial(rungs.share_training_samples, divides=True)),
+        (
+            rungs_batches.share_training_samples,
+            partial(rungs_batches.share_training_samples, divides=True),
+        ),
         frozenset({"samples"}),
     ),
     Rung(

@@ -12,12 +12,20 @@ from stepladder.tools.convert.source import CannotConvert, Loop, SourceText
 
 
 def find_epoch_loops(conversion: Conversion) -> Iterator[tuple[SourceText, ast.For]]:
-    """Yield the `for` loops in which a training loader is iterated again, one for each loader."""
+    """Yield the `for` loops in which a training loader is iterated again."""
+    found: dict[tuple[SourceText, Loop], None] = {}
     for loader in conversion.facts.loaders:
-        found = (loops for loops in find_training_loops(conversion, loader) if loops)
-        for file, loop in (loops[0] for loops in islice(found, 1)):
-            if isinstance(loop, ast.For):
-                yield file, loop
+        for loops in find_training_loops(conversion, loader):
+            found |= dict.fromkeys(loops[:1])
+    for file, loop in found:
+        if isinstance(loop, ast.For):
+            yield file, loop
+
+
+def find_loops_that_train(conversion: Conversion) -> Iterator[tuple[SourceText, Loop]]:
+    """Yield the loops over epochs, and those over steps of a training without loaders."""
+    yield from find_epoch_loops(conversion)
+    yield from find_loops_by_hand(conversion)
 
 
 def find_training_loops(
@@ -27,7 +35,7 @@ def find_training_loops(
 
     What is listed in the source, such as ["train", "val"], is done in each epoch.
     """
-    for uses in loader.uses * loader.is_training:
+    for uses in loader.training_uses:
         loops = islice(_loops_around(conversion, uses), loader.is_by_hand, None)
         yield [item for item in loops if not getattr(getattr(item[1], "iter", 0), "elts", [])]
 

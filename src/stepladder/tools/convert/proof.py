@@ -71,6 +71,7 @@ class RungProof:
         wrong_numbers: The shown numbers that are not those of all processes.
         not_taken: What another way has broken.
         not_judged: What could not be compared.
+        shared_twice: The calls of models that get shares of shares.
     """
 
     holds: list[str] = field(default_factory=list)
@@ -78,6 +79,7 @@ class RungProof:
     wrong_numbers: list[_WrongNumber] = field(default_factory=list)
     not_taken: list[str] = field(default_factory=list)
     not_judged: list[str] = field(default_factory=list)
+    shared_twice: set[Location] = field(default_factory=set)
 
 
 def starts_of_original(files: Mapping[str, str]) -> dict[str, Start]:
@@ -168,8 +170,13 @@ def _compare_gradients(proof: RungProof, runs: FrozenRuns, where: str) -> None:
     """Judge the gradients of steps: the same on all ranks, and in the mean those of one process."""
     violations = [item.evidence for item in gradients.violations(runs, has_same_batches=True)]
     norms: dict[tuple[int, int], list[float]] = {}
+    weights: dict[tuple[int, int], set[str]] = {}
     for _, event in runs.compared.select(BeforeStep):
-        norms.setdefault((event.optimizer, event.step), []).append(event.norm)
+        step = event.optimizer, event.step
+        norms.setdefault(step, []).append(event.norm)
+        weights.setdefault(step, set()).add(str(event.before))
+    if any(len(of) > 1 for of in weights.values()):
+        violations.append("the processes have different weights")
     if any(not math.isclose(min(of), max(of), rel_tol=SAME_NORM) for of in norms.values()):
         violations.append("each process makes steps with its own, and not with the mean")
     if violation := _compare_losses(runs):
@@ -312,15 +319,16 @@ def compare_samples(proof: RungProof, runs: FrozenRuns, where: str) -> None:
 def _compare_calls(proof: RungProof, runs: FrozenRuns, where: str) -> None:
     """Judge how many rows a model gets for a step: what is shared is not to be shared again."""
     on_each = _rows_of_calls(runs.compared)
-    for line, count in _rows_of_calls(runs.reference).items():
-        if on_each.get(line, count) * len(runs.compared.ranks) * CHANCE_FACTOR < count:
-            proof.broken.append(f"line {line} {where}: the model gets shares of shares")
+    for location, count in _rows_of_calls(runs.reference).items():
+        if on_each.get(location, count) * len(runs.compared.ranks) * CHANCE_FACTOR < count:
+            proof.shared_twice.add(location)
+            proof.broken.append(f"line {location.line} {where}: the model gets shares of shares")
 
 
-def _rows_of_calls(recording: Recording) -> dict[int, int]:
+def _rows_of_calls(recording: Recording) -> dict[Location, int]:
     """Return the largest number of rows that a model gets for a step, by the line of the call."""
     events = sorted(recording.ranks[0].select(RowNames), key=lambda event: event.count)
-    return {event.at.line: event.count for event in events if event.at}
+    return {Location(event.at.file, event.at.line): event.count for event in events if event.at}
 
 
 def _evaluation_samples(run: Recording) -> SamplesRead:

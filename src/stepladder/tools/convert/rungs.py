@@ -63,6 +63,7 @@ def _find_training(conversion: Conversion) -> tuple[SourceText, ast.stmt, ast.st
     last = conversion.top_statement(outermost)
     begin, end = _ends_of(last)
     built = {item for loader in conversion.facts.loaders for item in loader.built_from}
+    built.update(location for location, _ in conversion.facts.optimizer_places)
     tops = {conversion.top_statement(item) for item in built if item.file == file.name} - {last}
     lines = [item.lineno for item in tops if not isinstance(item, DEFINITIONS)]
     if begin is last or lines:
@@ -74,13 +75,13 @@ def join_processes(conversion: Conversion) -> Edits:
     """Join the process group before anything is drawn or made, and leave it in the end."""
     file, begin, end = _find_training(conversion)
     yield file.insert_before(begin, "join_processes()")
-    yield file.insert_after(end, "dist.destroy_process_group()")
+    yield file.insert_after(end, "leave_processes()")
     for node in file.nodes(ast.Constant):
         if node.value == "cuda:0":
             yield file.replace(node, '"cuda"')
 
 
-def _wrap_loaders(
+def wrap_loaders(
     conversion: Conversion, of_training: bool, helper: str, divides: bool = False
 ) -> Edits:
     for loader in conversion.facts.loaders:
@@ -185,80 +186,9 @@ def _find_condition(file: SourceText, call: ast.Call, loader: LoaderFacts) -> st
     )
 
 
-def share_training_samples(conversion: Conversion, divides: bool = False) -> Edits:
-    """Give each process its share of each training batch.
-
-    If more than the loader is made with a batch size, what holds it is divided, too.
-    """
-    if carried := conversion.facts.carried:
-        raise CannotConvert(
-            f"{carried[0].file}:{carried[0].line} gives the model what it has returned a step"
-            " before: each process would continue from samples of another one"
-        )
-    yield from _wrap_loaders(conversion, True, "share_samples", divides)
-    if any(loader.is_training and loader.is_by_hand for loader in conversion.facts.loaders):
-        yield from _share_rows(conversion)
-
-
-def _share_rows(conversion: Conversion) -> Edits:
-    """Give each process its rows of the batches that the script cuts, before a model is called.
-
-    Raises:
-        CannotConvert: The rows have no name that gets a new value for each batch.
-    """
-    for location, having_rows in conversion.facts.names_of_rows.items():
-        file, statement = conversion.file(location), _first_with(conversion, location, having_rows)
-        around, scope = file.loops_around(statement), file.scope_of(statement)
-        named = stored_names(around[0] if around else scope)
-        if not around and not isinstance(scope, ast.Module):
-            named += parameters_of(scope)
-        line = statement.lineno
-        loaded = [n.id for n in file.nodes(ast.Name, scope) if n.lineno >= line]
-        used = [name for name in dict.fromkeys(loaded) if name in having_rows]
-        slices = list(_slices_with(conversion, location, around)) if around else []
-        if names := [name for name in used if name in named]:
-            text = ", ".join(names)
-            yield file.insert_before(statement, f"{text} = share_rows({text})")
-        elif slices:
-            for node in slices:
-                yield from file.wrap(node, "share_rows(")
-        elif used and around:  # all samples in each step
-            text = ", ".join(used)
-            yield file.insert_before(around[-1], f"{text} = share_rows({text})")
-        else:
-            raise CannotConvert(
-                f"{location.file}:{location.line} calls the model with rows that have no name:"
-                " write `x = ...` and `y = ...` before it in the loop"
-            )
-
-
-def _first_with(conversion: Conversion, location: Location, names: set[str]) -> ast.stmt:
-    """Return the statement of a line, the first that reads one of these names if there are more."""
-    file, last = conversion.file(location), conversion.statement(location)
-    for item in file.block_of(last):
-        loads = [node for node in file.nodes(ast.Name, item) if isinstance(node.ctx, ast.Load)]
-        if item.lineno == last.lineno and names.intersection(node.id for node in loads):
-            return item
-    return last
-
-
-def _slices_with(
-    conversion: Conversion, location: Location, around: list[Loop]
-) -> Iterator[ast.Subscript]:
-    """Yield what a loop cuts as it cuts what a call on a line gets: `X[i:j]` and `Y[i:j]`."""
-    file = conversion.file(location)
-    cut = {
-        file.text_of(argument.slice)
-        for call in file.nodes_at(ast.Call, location.line)
-        for argument in call.args
-        if isinstance(argument, ast.Subscript)
-    }
-    for node in file.nodes(ast.Subscript, around[0]):
-        if file.text_of(node.slice) in cut and isinstance(node.ctx, ast.Load):
-            yield node
-
-
-def wrap_models(conversion: Conversion, arguments: str = "", draws_alike: bool = False) -> Edits:
+def wrap_models(
+    conversion: Conversion, arguments: str = "", draws_alike: bool = False, gathers: bool = False
+) -> Edits:
     """Wrap each trained model where its optimizer is made, and name what is inside of it.
 
     Args:
@@ -268,14 +198,18 @@ def wrap_models(conversion: Conversion, arguments: str = "", draws_alike: bool =
             each epoch draws its data.
 
     Raises:
-        CannotConvert: A model has no name there, or its dropout would be the same everywhere.
+        CannotConvert: A model has no name there, its dropout would be the same everywhere, or a
+            loss would compare the samples of a share alone.
     """
     facts = conversion.facts
+    require_separate_samples(conversion)
     if draws_alike and any(event.drops for event in facts.training_calls):
         raise CannotConvert("dropout would be the same on all processes")
-    if missing := set(facts.trained_models) - conversion.wrappings.keys():
+    missing = set(facts.trained_models) - conversion.wrappings.keys()
+    if missing or not facts.trained_models:
+        number = len(missing) or "all"
         raise CannotConvert(
-            f"{len(missing)} trained models have no name of their own where their optimizer is made"
+            f"{number} trained models have no name of their own where their optimizer is made"
         )
     for model, (location, names) in conversion.wrappings.items():
         name = names[0]
@@ -290,6 +224,16 @@ def wrap_models(conversion: Conversion, arguments: str = "", draws_alike: bool =
     yield from prepare_steps(conversion)
 
 
+def require_separate_samples(conversion: Conversion) -> None:
+    """Raise CannotConvert where a loss compares the samples of a share alone with each other."""
+    for location in conversion.facts.coupled * (not conversion.gathered):
+        raise CannotConvert(
+            f"{location.file}:{location.line}: the loss compares the samples of a batch with each"
+            " other, or divides one sum over them by another: of a share it is another loss. Gather"
+            " the outputs of all processes before it"
+        )
+
+
 def _draw_own_numbers(conversion: Conversion, file: SourceText, statement: ast.stmt) -> Edits:
     # Data that are drawn before the training are the same in all processes.
     file, statement = next(find_epoch_loops(conversion), (file, statement))
@@ -299,6 +243,7 @@ def _draw_own_numbers(conversion: Conversion, file: SourceText, statement: ast.s
 def average_by_hooks(conversion: Conversion) -> Edits:
     """Average each gradient once it is computed: no wrapper sees the call of a part of a model."""
     facts = conversion.facts
+    require_separate_samples(conversion)
     places: dict[int, tuple[Location, str]] = {}  # the outermost of each model
     inner = set[int]()
     for location, models in facts.optimizer_places:
@@ -323,16 +268,18 @@ def _name_inner_models(conversion: Conversion) -> Edits:
     """Name the model inside of the wrapper where the wrapper does not answer for it."""
     for file in conversion.files.values():
         for node in file.nodes(ast.Attribute):
-            if node.attr not in KEPT_BY_WRAPPER and _is_model(conversion, file, node.value):
+            if node.attr not in KEPT_BY_WRAPPER and is_model(conversion, file, node.value):
                 yield from _name_inner_model(conversion, file, node.value)
     for file, call in calls_of(conversion, "torch.save"):
         for value in call.args[:1]:
-            if _is_model(conversion, file, value):
+            if is_model(conversion, file, value):
                 yield from _name_inner_model(conversion, file, value)
 
 
 def _name_inner_model(conversion: Conversion, file: SourceText, node: ast.expr) -> list[Edit]:
     """Return the edits that name the model inside, and the model itself where it has no wrapper."""
+    if conversion.ways.get("c") is average_by_hooks:
+        return []
     names = [(scope, name) for scope, name, _ in conversion.wrapped_names]
     is_wrapped = (file.scope_of(node), file.text_of(node)) in names
     if is_wrapped and not conversion.by_accelerate:  # which wraps nothing on one process
@@ -340,7 +287,7 @@ def _name_inner_model(conversion: Conversion, file: SourceText, node: ast.expr) 
     return file.wrap(node, "inner_model(")
 
 
-def _is_model(conversion: Conversion, file: SourceText, node: ast.expr) -> bool:
+def is_model(conversion: Conversion, file: SourceText, node: ast.expr) -> bool:
     """Return whether a node names a trained model, which may be wrapped there."""
     name = file.text_of(node) if isinstance(node, ast.Name | ast.Attribute) else ""
     return name in conversion.facts.model_names and not any(
@@ -358,7 +305,7 @@ def share_evaluation(conversion: Conversion) -> Edits:
     for file, loop, _ in _find_loops_over(conversion, of_training=False):
         for location in locations_of(file, loop) & conversion.facts.shown_lines:
             raise CannotConvert(f"{location.file}:{location.line} shows something in each batch")
-    yield from _wrap_loaders(conversion, False, "share_batches")
+    yield from wrap_loaders(conversion, False, "share_batches")
     yield from _add_sums(conversion, of_training=False)
     yield from keep_evaluation(conversion)
 
@@ -368,7 +315,7 @@ def keep_evaluation(conversion: Conversion) -> Edits:
     for location in filter(conversion.is_known, conversion.facts.calls_that_train_nothing):
         file = conversion.file(location)
         for call in file.nodes_at(ast.Call, location.line):
-            if _is_model(conversion, file, call.func):
+            if is_model(conversion, file, call.func):
                 yield from _name_inner_model(conversion, file, call.func)
 
 

@@ -69,6 +69,13 @@ def _find_other_writes(conversion: Conversion) -> list[Location]:
 
 def describe_not_judged(conversion: Conversion, letter: str) -> list[str]:
     """Return a line for each place that the proof of a rung cannot judge."""
+    if letter == "c":
+        seen = {*conversion.facts.backwards}
+        return [
+            f"{file.name}:{call.lineno} computes gradients, and no run has come to it"
+            for file, call in conversion.all_calls()
+            if last_name(call.func) == "backward" and not seen & locations_of(file, call)
+        ]
     if letter == "e":
         return [
             f"{file.name}:{call.lineno} prints what runs have shown seldom or never, or as 0"

@@ -70,7 +70,13 @@ def _find_saving_loop(conversion: Conversion) -> _SavingLoop:
                     " to know in which turn it was saved"
                 )
     by_hand = list(find_loops_by_hand(conversion))
-    for file, loop in [*find_epoch_loops(conversion), *by_hand]:
+    over_epochs = list(find_epoch_loops(conversion))
+    for file, loop in over_epochs[1:]:
+        raise CannotConvert(
+            f"{file.name}:{loop.lineno} trains after another loop over epochs: a snapshot would"
+            " have to know in which of them it was saved"
+        )
+    for file, loop in [*over_epochs, *by_hand]:
         if isinstance(loop, ast.For):
             turn = f"({name_of_epoch(file, loop)} + 1)"
             return _SavingLoop(file, loop, turn, is_of_steps=(file, loop) in by_hand)

@@ -25,7 +25,7 @@ def shorten_epochs(conversion: Conversion, epochs: int) -> Edits:
     for file, loop in find_epoch_loops(conversion):
         if (file, loop) not in by_hand:  # the loop of one optimizer may be around another's
             yield from _take_first(file, loop, epochs)
-    yield from _shorten_loops_by_hand(by_hand)
+    yield from _shorten_loops_by_hand(by_hand, max(TURNS_BY_HAND, epochs))
     conditions = {
         (file, node.test): None
         for file, call in find_lines_not_judged(conversion, SELDOM)
@@ -39,15 +39,15 @@ def shorten_epochs(conversion: Conversion, epochs: int) -> Edits:
                 yield from file.wrap(node, "(", text)
 
 
-def _shorten_loops_by_hand(loops: Iterable[tuple[SourceText, Loop]]) -> Edits:
+def _shorten_loops_by_hand(loops: Iterable[tuple[SourceText, Loop]], turns: int) -> Edits:
     for file, by_hand in loops:
         if isinstance(by_hand, ast.For):
-            yield from _take_first(file, by_hand, TURNS_BY_HAND)
+            yield from _take_first(file, by_hand, turns)
         elif isinstance(by_hand, ast.While):
-            has_turns = f"{counter_of(by_hand)} < {TURNS_BY_HAND}"
+            has_turns = f"{counter_of(by_hand)} < {turns}"
             if not counter_of(by_hand):
-                turns = f'setdefault("turns", iter(range({TURNS_BY_HAND}, 0, -1)))'
-                has_turns = f'next(vars(__import__("builtins")).{turns}, 0)'
+                counted = f'setdefault("turns", iter(range({turns}, 0, -1)))'
+                has_turns = f'next(vars(__import__("builtins")).{counted}, 0)'
             yield from file.wrap(by_hand.test, f"{has_turns} and (", ")")
 
 

@@ -46,13 +46,6 @@ class Started:
     run: ScriptRun
 
 
-def write_texts(folder: Path, texts: Mapping[str, str]) -> None:
-    """Write files, by their paths in a folder."""
-    for name, text in texts.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(text, encoding="utf-8")
-
-
 class ScriptStarter:
     """Starts a script in copies of its folder.
 
@@ -101,9 +94,8 @@ class ScriptStarter:
             for name, start in starts.items():
                 self.count += 1
                 copy = self.scratch / f"copy-{self.count}"
-                folders = SandboxFolders(self.scratch, copy, self.style.root, self.args)
+                folders = self.folders_of(copy, start.files)
                 sandbox = stack.enter_context(closing(Sandbox(folders)))
-                write_texts(copy, {**self.modules, **start.files})
                 launches[f"{self.count}-{name}"] = self.launch(start, sandbox)
             outcomes = run_together(launches)
             started = {}
@@ -115,6 +107,11 @@ class ScriptStarter:
                 if not starts[name].frozen:
                     self.servers.preload(recording, launch.sandbox)
         return started
+
+    def folders_of(self, copy: Path, texts: Mapping[str, str]) -> SandboxFolders:
+        """Return the folders of a start with new texts, by their paths in the copy."""
+        texts = {**self.modules, **texts}
+        return SandboxFolders(self.scratch, copy, self.style.root, self.args, texts=texts)
 
     def launch(self, start: Start, sandbox: Sandbox) -> RankLaunch:
         root = self.style.root

@@ -13,14 +13,14 @@ from itertools import chain
 
 from stepladder.core.numbers import format_count
 from stepladder.tools.check.events import Backward, Print
-from stepladder.tools.check.isolation.sandbox import Sandbox, SandboxFolders
+from stepladder.tools.check.isolation.sandbox import Sandbox
 from stepladder.tools.check.relations.frozen_runs import FrozenRuns
 from stepladder.tools.convert.conversion import Conversion
 from stepladder.tools.convert.job import IMPORT_OF_JOB, JobWriter
 from stepladder.tools.convert.ladder import Rung, last_import
 from stepladder.tools.convert.proof import RungProof, compare_run, why_failed
 from stepladder.tools.convert.source import CannotConvert, Edit
-from stepladder.tools.convert.starts import ScriptStarter, Start, Started, write_texts
+from stepladder.tools.convert.starts import ScriptStarter, Start, Started
 
 JOB = Rung(
     "job",
@@ -181,9 +181,8 @@ def _verify(starter: ScriptStarter, main: str, text: str) -> str:
         CannotConvert: They differ, or the job is refused.
     """
     style = starter.style
-    folders = SandboxFolders(starter.scratch, starter.scratch / "job", style.root, starter.args)
+    folders = starter.folders_of(starter.scratch / "job", {main: text})
     with closing(Sandbox(folders)) as sandbox:
-        write_texts(folders.copy, {**starter.modules, main: text})
         has_namespace = sandbox.mechanism == "namespace"
         folder = (style.root if has_namespace else folders.copy) / style.subfolder
         job = os.path.relpath(style.script, style.root / style.subfolder)

@@ -12,9 +12,9 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from stepladder.core.errors import InputError
@@ -74,6 +74,7 @@ class SandboxFolders:
         writable_folders: Folders that may be written for real.
         written_paths: Paths outside of the copy that an earlier start wrote. They need overlays.
         is_unsafe: Whether the script may run where no kernel protects the files.
+        texts: The new texts of files, by their paths in the copy.
     """
 
     scratch: Path
@@ -83,6 +84,7 @@ class SandboxFolders:
     writable_folders: tuple[Path, ...] = ()
     written_paths: tuple[str, ...] = ()
     is_unsafe: bool = False
+    texts: Mapping[str, str] = field(default_factory=dict)
 
 
 class Sandbox:
@@ -105,6 +107,9 @@ class Sandbox:
     def open(self) -> None:
         folders = self.folders
         copy_folder(folders.original, folders.copy, folders.writable_folders)
+        for name, text in folders.texts.items():
+            (folders.copy / name).parent.mkdir(parents=True, exist_ok=True)
+            (folders.copy / name).write_text(text, encoding="utf-8")
         forced = os.environ.get(MECHANISM_VARIABLE, "")
         namespace = open_namespace(folders) if forced in ("", "namespace") else None
         if namespace is not None:

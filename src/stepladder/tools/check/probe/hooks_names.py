@@ -13,17 +13,27 @@ from torch import nn, optim
 from torch.nn.modules.module import register_module_forward_hook
 from torch.optim import optimizer as optimizers
 
-from stepladder.tools.check.events import CarriedState, NamesInUse, NamesWhereBuilt, RowNames
+from stepladder.tools.check.events import (
+    CarriedState,
+    CoupledSamples,
+    NamesInUse,
+    NamesWhereBuilt,
+    RowNames,
+)
 from stepladder.tools.check.probe import digests, hooks_data, hooks_model, hooks_train
+from stepladder.tools.check.probe.coupled_samples import couples_samples
 from stepladder.tools.check.probe.patching import WrappedCall, default_on_error, wrap
-from stepladder.tools.check.probe.probe_log import current_log
+from stepladder.tools.check.probe.probe_log import current_log, record
 
 MAX_FRAMES = 8
 
 # By the id of a module, what it has returned: kept, so that no other tensor gets its memory.
 returned: dict[int, dict[int, torch.Tensor]] = {}
-# By the id of a module that is called: what records the rows of the call.
-row_recorders: dict[int, Callable[[], None]] = {}
+# By the id of a module that is called: the rows of the call, and what records them.
+row_recorders: dict[int, tuple[int, Callable[[], None]]] = {}
+# What models have returned since the last backward pass, by the number of its samples.
+outputs_of_step: dict[int, list[torch.Tensor]] = {}
+schedules: dict[int, object] = {}  # by their ids
 recorded: set[tuple[int, str, int]] = set()  # the id of an object, the file and the line of its use
 
 
@@ -31,10 +41,11 @@ def attach() -> None:
     """Attach before the hooks whose functions are wrapped here."""
     wrap(hooks_data, "record_pass", partial(record_owner, "loader"))
     wrap(hooks_model, "record_forward", record_model)
-    wrap(hooks_train, "record_schedule_step", partial(record_owner, "schedule"))
+    wrap(hooks_train, "record_schedule_step", record_schedule)
+    wrap(hooks_train, "record_backward", watch_loss)
     wrap(optim.Optimizer, "__init__", record_models_beside)
     wrap(torch.amp.GradScaler, "update", record_scaler)
-    optimizers.register_optimizer_step_pre_hook(lambda item, *_: record_names("optimizer", item))
+    optimizers.register_optimizer_step_pre_hook(record_step)
     register_module_forward_hook(record_carried, always_call=False)
     register_module_forward_hook(watch_output, always_call=False)
 
@@ -43,6 +54,18 @@ def record_owner(what: str, hook: WrappedCall) -> Any:
     """Record the names of the object whose method a hook was called with."""
     record_names(what, hook.args[0].args[0])
     return hook.run()
+
+
+def record_schedule(hook: WrappedCall) -> Any:
+    schedules[id(hook.args[0].args[0])] = hook.args[0].args[0]
+    return record_owner("schedule", hook)
+
+
+def record_step(optimizer: optim.Optimizer, *_: object) -> None:
+    """Record the names of an optimizer, and those of schedules, whose next step may be far."""
+    record_names("optimizer", optimizer)
+    for schedule in schedules.values():
+        record_names("schedule", schedule)
 
 
 def record_scaler(call: WrappedCall) -> Any:
@@ -68,7 +91,7 @@ def record_rows(module: nn.Module, count: int) -> None:
             recorded.add(key)
             names = [name for name, value in frame.f_locals.items() if has_rows(value, count)]
             event = RowNames(names=names, count=count)
-            row_recorders[id(module)] = partial(current_log().write, event, line)
+            row_recorders[id(module)] = count, partial(current_log().write, event, line)
             for value in (value for each in user_frames() for _, value in named(each)):
                 if digests.generator_state(value):
                     record_names("generator", value)
@@ -76,19 +99,35 @@ def record_rows(module: nn.Module, count: int) -> None:
 
 def watch_output(module: nn.Module, args: Any, output: Any) -> None:
     """Record the rows of a call once a gradient comes to its output: other calls train nothing."""
-    if record_call := row_recorders.pop(id(module), None):
-        for tensor in by_memory(output).values():
-            if tensor.requires_grad:
-                tensor.register_hook(lambda _: record_call())
+    count, record_call = row_recorders.pop(id(module), (0, None))
+    if not record_call:
+        return
+    for tensor in by_memory(output).values():
+        if tensor.requires_grad and any(item.requires_grad for item in module.parameters()):
+            outputs_of_step.setdefault(count, []).append(tensor)
+            tensor.register_hook(lambda _: record_call())
+
+
+def watch_loss(call: WrappedCall) -> Any:
+    """Record whether a loss compares the samples of a batch with each other."""
+    loss = call.args[0].argument(0, "tensors")
+    for count, outputs in outputs_of_step.items():
+        if isinstance(loss, torch.Tensor) and couples_samples(loss, outputs, count):
+            record(CoupledSamples())
+    outputs_of_step.clear()
+    return call.run()
 
 
 @default_on_error(bool)
 def has_rows(value: Any, count: int) -> bool:
-    """Return whether a value is, or holds, tensors, arrays and lists of a number of rows."""
+    """Return whether a value is, or holds, tensors, arrays and lists of a number of rows.
+
+    What a model has computed is no batch that a script cuts.
+    """
     if isinstance(value, dict | list | tuple) and len(value) != count:
         parts = value.values() if isinstance(value, dict) else value
         return bool(value) and all(has_rows(part, count) for part in parts)
-    is_array = bool(getattr(value, "shape", ()))
+    is_array = bool(getattr(value, "shape", ())) and not getattr(value, "grad_fn", None)
     return (is_array or isinstance(value, list)) and len(value) == count
 
 
