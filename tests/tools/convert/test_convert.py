@@ -412,7 +412,7 @@ def test_a_loss_over_the_pairs_of_a_batch_is_left_to_a_person(
     (tmp_path / "train.py").write_text(PAIRS)
     result = convert_in(tmp_path, monkeypatch, "c")
     assert [rung.rung.letter for rung in result.rungs] == ["a", "b"]
-    assert "gradients on 2 processes: the loss with the same weights" in result.stopped
+    assert "train.py:15: the loss compares the samples of a batch" in result.stopped
 
 
 def wrap_under_another_name(conversion: Conversion) -> Edits:

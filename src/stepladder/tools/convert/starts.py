@@ -19,6 +19,7 @@ from stepladder.tools.check.script_runs import ScriptRun
 
 # A mean and a smaller last batch show as much as all batches; accumulated gradients need more.
 NUMBERS_OF_BATCHES = (9, 65, 0)
+TRAININGS_OF_A_LINE = 8
 Variant = Literal["", "plain", "shuffled", "reweighted"]
 
 
@@ -120,7 +121,8 @@ class ScriptStarter:
             roots=(str(self.scratch), str(root)),
             copy=str(sandbox.folders.copy),
             original=str(root),
-            epochs=self.epochs,
+            # Loops that are known make few turns; one function may train several models.
+            epochs=(self.epochs or 2) * TRAININGS_OF_A_LINE if start.frozen else self.epochs,
             batches=self.batches,
             enough_after_s=-math.inf if start.frozen else self.timeout_s / 4,
             frozen=start.frozen,

@@ -1,0 +1,237 @@
+"""What a batch is made of, and what its loss depends on, are the same on any number of processes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from processes import run
+from stepladder.tools.check.events import (
+    Backward,
+    Batch,
+    Forward,
+    OptimizerStep,
+    PassStart,
+    ProbeEvent,
+)
+from stepladder.tools.check.recording import RankLog
+from stepladder.tools.convert.convert import ConversionRequest, convert
+from stepladder.tools.convert.helpers import HELPERS, IMPORTS
+
+HEAD = """\
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+"""
+DICE = f"""{HEAD}
+torch.manual_seed(0)
+x = torch.randn(48, 6)
+y = (x.mean(1, keepdim=True) + torch.linspace(-1, 1, 48)[:, None] > 0).float()
+loader = DataLoader(TensorDataset(x, y), 12, shuffle=True)
+net = nn.Linear(6, 1)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+for epoch in range(3):
+    for rows, targets in loader:
+        optimizer.zero_grad()
+        shares = net(rows).sigmoid()
+        loss = 1 - 2 * (shares * targets).sum() / (shares.sum() + targets.sum())
+        loss.backward()
+        optimizer.step()
+    print(f"{{loss.item():.5f}}")
+"""
+THREE_TRAININGS = (
+    HEAD
+    + "".join(
+        f"""
+
+def train_{number}(net, loader):
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    for epoch in range(4):
+        for x, y in loader:
+            optimizer.zero_grad()
+            nn.functional.mse_loss(net(x), y).backward()
+            optimizer.step()
+    print(f"{{net.weight.sum().item():.4f}}")
+"""
+        for number in range(3)
+    )
+    + """
+torch.manual_seed(0)
+data = torch.arange(48 * 8).reshape(48, 8) % 7 / 7
+loader = DataLoader(TensorDataset(data, data.sum(1, keepdim=True)), batch_size=8)
+train_0(nn.Linear(8, 1), loader)
+train_1(nn.Linear(8, 1), loader)
+train_2(nn.Linear(8, 1), loader)
+"""
+)
+IN_ORDER = f"""{HEAD}
+torch.manual_seed(0)
+x, y = torch.rand(200, 8), torch.randint(0, 2, (200,))
+x[:, 0] += y
+loader = DataLoader(TensorDataset(x, y), batch_size=8, shuffle=True)
+test_loader = DataLoader(TensorDataset(x, y), batch_size=12)
+net = nn.Linear(8, 2)
+optimizer = torch.optim.Adam(net.parameters(), lr=0.05)
+for epoch in range(6):
+    for rows, labels in loader:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(net(rows), labels).backward()
+        optimizer.step()
+    predictions = []
+    with torch.no_grad():
+        for rows, labels in test_loader:
+            predictions += net(rows).argmax(1).tolist()
+    print("right:", sum(p == t for p, t in zip(predictions, y.tolist())))
+"""
+AS_IN_A_NOTEBOOK = f"""{HEAD}
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 1)
+
+    def loss(self, x):
+        return self.layer(x).square().mean()
+
+
+net = Net()
+optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+
+import math
+
+loader = DataLoader(TensorDataset(torch.arange(48.0 * 8).reshape(48, 8) / 384), 8)
+test_loader = DataLoader(TensorDataset(torch.arange(48.0 * 8).reshape(48, 8) / 384), 8)
+for epoch in range(3):
+    for x, in loader:
+        optimizer.zero_grad()
+        net.loss(x).backward()
+        optimizer.step()
+    total = 0.0
+    with torch.no_grad():
+        for x, in test_loader:
+            total += net.loss(x).item()
+    print(math.floor(total))
+"""
+GAN_BY_HAND = """\
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+made, judged = nn.Linear(4, 2), nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 1))
+of_made = torch.optim.SGD(made.parameters(), lr=0.01)
+of_judged = torch.optim.SGD(judged.parameters(), lr=0.01)
+for step in range(20):
+    real = torch.randn(8, 2) + 1
+    noise = torch.randn(8, 4)
+    fake = made(noise)
+    loss = judged(fake.detach()).square().mean() + (judged(real) - 1).square().mean()
+    of_judged.zero_grad()
+    loss.backward()
+    of_judged.step()
+    noise = torch.randn(8, 4)
+    of_made.zero_grad()
+    (judged(made(noise)) - 1).square().mean().backward()
+    of_made.step()
+"""
+
+slow = pytest.mark.slow
+ranks = pytest.mark.ranks
+
+
+def convert_text(text: str, folder: Path, monkeypatch: pytest.MonkeyPatch, last: str) -> str:
+    """Convert a script up to a rung; return its text, which is written as train_ddp.py."""
+    (folder / "train.py").write_text(text)
+    monkeypatch.chdir(folder)
+    result = convert(ConversionRequest(folder / "train.py", (), last))
+    assert result.stopped == ""
+    (folder / "train_ddp.py").write_text(result.files["train.py"])
+    return result.files["train.py"]
+
+
+@ranks
+@slow
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (DICE, "        shares = gather_rows(net(rows)).sigmoid()\n        targets = gather_rows("),
+        pytest.param(THREE_TRAININGS, "    net = DistributedData", marks=pytest.mark.corpus),
+        (IN_ORDER, "    predictions = sum_over_processes(predictions)"),
+        (AS_IN_A_NOTEBOOK, "join_processes()\nshow_on_one_process()\nnet = Net()"),
+    ],
+    ids=["a ratio of sums", "three trainings", "in order", "as in a notebook"],
+)
+def test_two_processes_show_the_numbers_of_one(
+    text: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    converted = convert_text(text, tmp_path, monkeypatch, "f")
+    assert converted.count(expected) == (3 if text == THREE_TRAININGS else 1)
+    alone = subprocess.run([sys.executable, "train.py"], capture_output=True, text=True, timeout=60)
+    together = run("run", "--nproc", 2, "train_ddp.py", cwd=tmp_path)
+    assert together.returncode == 0, together.stderr
+    if text != AS_IN_A_NOTEBOOK:  # without a seed
+        lines = [f"[rank 0] {line}" for line in alone.stdout.splitlines()]
+        assert together.stdout.splitlines() == lines
+
+
+@ranks
+@slow
+@pytest.mark.corpus
+def test_what_is_made_of_shares_is_not_shared_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = convert_text(GAN_BY_HAND, tmp_path, monkeypatch, "c")
+    shared = [line.strip() for line in text.splitlines() if "= share_rows(" in line]
+    assert shared == ["real = share_rows(real)", "noise = share_rows(noise)"]
+
+
+def test_parts_of_all_processes_are_in_the_order_of_the_batches() -> None:
+    def join(first: Any, second: Any, *sizes: list[int]) -> Any:
+        names: dict[str, Any] = {
+            "torch": torch,
+            "DataLoader": SimpleNamespace(given=sizes[0]),
+            "gather_objects": lambda value: [*sizes] if value is sizes[0] else [first, second],
+        }
+        exec("\n".join([*IMPORTS_OF_ITERATION, HELPERS["in_order"]]), names)
+        return names["in_order"]([first, second])
+
+    by_sample = join([1, 2, 5], [3, 4], [2, 1], [2])
+    assert by_sample == [[1, 2], [3, 4], [5]]
+    by_batch = join(["a", "c"], ["b"], [2, 1], [2])
+    assert by_batch == [["a"], ["b"], ["c"]]
+    assert join([1], [2, 3], [2, 1], [2]) == [[1], [2, 3]]
+    rows = join(torch.tensor([[1], [2], [5]]), None, [2, 1], [])
+    assert torch.cat(rows).flatten().tolist() == [1, 2, 5]
+
+
+IMPORTS_OF_ITERATION = [IMPORTS[name] for name in ("accumulate", "chain", "zip_longest")]
+
+
+def test_a_teacher_does_not_end_the_pass_of_its_student() -> None:
+    student, teacher = Forward(root=1, grad=True), Forward(root=2, grad=False)
+    step: list[ProbeEvent] = [
+        student,
+        teacher,
+        Backward(),
+        OptimizerStep(optimizer=0, step=0, lr=[0.1], numel=1),
+    ]
+    evaluation: list[ProbeEvent] = [Forward(root=1, grad=False)]
+    passes = RankLog(0, [*step, *step, *evaluation, *step]).all_passes
+    assert [(item.is_training, len(item.batches)) for item in passes] == [
+        (True, 2),
+        (False, 1),
+        (True, 1),
+    ]
+
+
+def test_a_pass_that_was_left_gets_no_step_of_the_pass_around_it() -> None:
+    outer, inner = PassStart(number=1, loader=1), PassStart(number=2, loader=1)
+    batches = [Batch(number=number, indices=None, rows=[], size=8) for number in (1, 2, 1)]
+    events = [outer, batches[0], Backward(), inner, batches[1], batches[2], Backward()]
+    first, second = RankLog(0, events).passes
+    assert (first.is_training, second.is_training) == (True, False)
