@@ -120,11 +120,21 @@ def find_modules_elsewhere(style: LaunchStyle, *loaded: Mapping[str, str]) -> di
     """
     found: dict[str, Path] = {}
     repository = find_repository(style.root) or style.root
-    for module, file in chain.from_iterable(files.items() for files in loaded):
-        path = Path(file).resolve()
+    modules = {
+        module: path
+        for module, file in chain.from_iterable(files.items() for files in loaded)
+        if (path := Path(file).resolve()).is_relative_to(repository)
+    }
+    # A package above the working folder may have modules in it.
+    packages = {
+        module.partition(".")[0]
+        for module, path in modules.items()
+        if not path.is_relative_to(style.root)
+    }
+    for module, path in modules.items():
         beside = style.script.parent.joinpath(*module.split("."))
         target = beside / path.name if path.name == PACKAGE_FILE else beside.with_suffix(".py")
-        is_elsewhere = path.is_relative_to(repository) and not path.is_relative_to(style.root)
+        is_elsewhere = module.partition(".")[0] in packages
         is_free = target.resolve() == target and not target.exists()
         if is_elsewhere and is_free:
             found[str(target.relative_to(style.root))] = path
