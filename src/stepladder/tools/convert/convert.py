@@ -31,7 +31,7 @@ from stepladder.tools.convert.proof import (
     starts_of_original,
     why_failed,
 )
-from stepladder.tools.convert.rungs import is_of_evaluation
+from stepladder.tools.convert.rungs import is_of_evaluation, share_evaluation
 from stepladder.tools.convert.rungs_files import describe_not_judged, write_once
 from stepladder.tools.convert.rungs_snapshot import STEPS_BETWEEN_SNAPSHOTS
 from stepladder.tools.convert.shortening import shorten_epochs
@@ -156,6 +156,7 @@ class Converter:
         self.files_once: list[Edit] = []
         self.started_texts: dict[str, str] = {}
         self.started: dict[str, Started] = {}
+        self.ahead: dict[str, TriedWay] = {}
 
     def climb(self, on_rung: Callable[[ProvedRung], None]) -> Conversions:
         conversion = self.observe()
@@ -165,7 +166,15 @@ class Converter:
         files: dict[str, str] = {}
         for rung in RUNGS:
             try:
-                edits, edited, proof = self.choose_way(conversion, rung, steps)
+                edits, edited, proof = self.ahead.get(rung.letter) or self.choose_way(
+                    conversion, rung, steps
+                )
+                if conversion.ways.get("d") is share_evaluation and rung.letter == "d":
+                    edits, edited, proof = self.look_ahead(conversion, steps, edits) or (
+                        edits,
+                        edited,
+                        proof,
+                    )
             except CannotConvert as reason:
                 stopped = f"{rung.letter}, {rung.title}: {reason}"
                 return Conversions(proved, files, stopped, texts, self.num_processes)
@@ -228,18 +237,17 @@ class Converter:
     def shorten(self, conversion: Conversion, epochs: int) -> dict[str, Started]:
         """Run the script with a few turns of each loop that trains, until no further one is met."""
         loops: set[tuple[SourceText, Loop]] = set()
-        known = set(find_loops_that_train(conversion))
         shortening: dict[Edit, None] = {}
-        while known - loops or not shortening:
-            loops |= known
+        while True:
+            loops.update(find_loops_that_train(conversion))
             shortening |= dict.fromkeys(shorten_epochs(conversion, epochs))
             self.shortening = list(shortening)
             texts = _texts_of(compose(conversion, [self.shortening]))
             started = self.starter.run(starts_of_original(texts))
             facts = ScriptFacts(started["reference"].recording)
             conversion = replace(conversion, facts=facts)
-            known = set(find_loops_that_train(conversion))
-        return started
+            if loops.issuperset(find_loops_that_train(conversion)):
+                return started
 
     def require_training(self, started: Started) -> None:
         """Raise an InputError if the script fails or trains nothing, or asks for its rank."""
@@ -282,6 +290,27 @@ class Converter:
                 return edits, edited, proof
             reason = reason or "; ".join(proof.broken)
         raise CannotConvert(reason)
+
+    def look_ahead(
+        self, conversion: Conversion, steps: list[list[Edit]], edits: list[Edit]
+    ) -> TriedWay | None:
+        """Return how each process evaluates everything, if the numbers of shares are never right.
+
+        Args:
+            conversion: The script.
+            steps: The edits of the rungs before the evaluation is shared.
+            edits: Those by which it is shared.
+        """
+        sharing, showing = (rung for rung in RUNGS if rung.letter in "de")
+        try:
+            self.ahead["e"] = self.choose_way(conversion, showing, [*steps, edits])
+        except CannotConvert as reason:
+            other = replace(sharing, alternatives=sharing.alternatives[1:])
+            with suppress(CannotConvert):
+                way = self.choose_way(conversion, other, steps)
+                way[2].not_taken.append(str(reason))
+                return way
+        return None
 
     def check_resume(self, edited: dict[str, EditedText], proof: RungProof) -> None:
         """Check the converted script as a user would, with a resumed run, and add what it says.

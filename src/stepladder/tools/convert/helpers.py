@@ -82,11 +82,12 @@ class ShareOfSampler:
     def __iter__(self):
         rank, size = dist.get_rank(), dist.get_world_size()
         draws = iter(self.sampler)
-        drawn = [None]
         DataLoader.given = []  # the sizes of batches in the last pass, of all modules
-        while drawn != [[]]:
+        has_more = True
+        while has_more:
             drawn = [list(islice(draws, 1000 * size))]
             dist.broadcast_object_list(drawn)
+            has_more = len(drawn[0]) == 1000 * size
             if self.has_equal_shares:  # a last batch that has none gets samples twice
                 drawn[0] += drawn[0][: -len(drawn[0]) % size]
             for item in drawn[0][rank::size]:
@@ -190,6 +191,13 @@ def sum_over_processes(value):
     if isinstance(value, list):
         return list(chain.from_iterable(in_order(parts)))
     return sum(parts[1:], parts[0])''',
+    "sum_items_over_processes": '''\
+def sum_items_over_processes(value):
+    """Return a list, a dict or an array of the sums of its items over all processes."""
+    parts = gather_objects(value)
+    if isinstance(value, dict):
+        return {key: sum(part.get(key, 0) for part in parts) for key in chain(*parts)}
+    return list(map(sum, zip(*parts))) if isinstance(value, list) else sum(parts[1:], parts[0])''',
     "join_over_processes": '''\
 def join_over_processes(value):
     """Return the rows of all processes, in the order of the batches; None where none has any."""
@@ -206,7 +214,8 @@ def in_order(parts):
     A part has an item for each sample or batch; other parts follow each other as they are.
     """
     chunks = []
-    for part, sizes in zip(parts, gather_objects(getattr(DataLoader, "given", []))):
+    sizes_of_batches = gather_objects(getattr(DataLoader, "given", []))
+    for part, sizes in zip(parts, sizes_of_batches):
         part = [] if part is None else part
         sizes = sizes if len(part) == sum(sizes) else [1] * len(part) * (len(part) == len(sizes))
         ends = list(accumulate(sizes)) or [len(part)]
@@ -339,9 +348,19 @@ class Nothing:
 
     def __call__(self, *args, **kwargs):
         return self''',
+    "to_plain": '''\
+def to_plain(value):
+    """Return a value with Python's numbers in place of NumPy's, which are no part of a snapshot."""
+    if isinstance(value, dict):
+        return {key: to_plain(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return (tuple if isinstance(value, tuple) else list)(map(to_plain, value))
+    is_number = type(value).__module__ == "numpy" and value.ndim == 0
+    return value.item() if is_number else value''',
     "save_snapshot": '''\
 def save_snapshot(path, parts, /, **values):
     """Save all that the training goes on with: parts, values, and random numbers."""
+    values = {name: to_plain(value) for name, value in values.items()}
     generators = gather_objects(random_states())
     states = {name: part.state_dict() for name, part in parts.items()}
     save_once({**values, "parts": states, "random": generators}, path)''',

@@ -332,6 +332,7 @@ def _add_sums(conversion: Conversion, of_training: bool) -> Edits:
         used = [name for name in _accumulators(file, loop) if name in known]
         joined = sorted(find_joined(file, loop) & known)
         ways = dict.fromkeys(used, "sum") | dict.fromkeys(joined, "join")
+        ways |= {name: "sum_items" for name in used if name in set(_added_to_items(loop))}
         sums = "\n".join(f"{name} = {way}_over_processes({name})" for name, way in ways.items())
         if sums:
             yield file.insert_after(loop, sums)
@@ -409,10 +410,16 @@ def _names_of_loader(file: SourceText, loop: ast.For, name: str) -> set[str]:
 
 
 def _accumulators(file: SourceText, loop: ast.For) -> list[str]:
-    """Return the variables that a loop adds to, and that begin anew before it."""
+    """Return the variables that a loop adds to, and that begin anew before it, or after it."""
     targets = [target for node in file.nodes(ast.Assign, loop) for target in node.targets]
-    begin_anew = assigned_before(file, loop).difference(map(file.text_of, targets))
-    return [name for name in dict.fromkeys(added_to(loop)) if name in begin_anew]
+    begin_anew = assigned_before(file, loop)
+    for item in _statements_after(file, loop):
+        if isinstance(item, ast.Assign):  # for the next epoch
+            read = {node.id for node in file.nodes(ast.Name, item.value)}
+            begin_anew.update({*stored_names(item)} - read)
+    begin_anew.difference_update(map(file.text_of, targets))
+    added = dict.fromkeys([*added_to(loop), *_added_to_items(loop)])
+    return [name for name in added if name in begin_anew]
 
 
 def find_joined(file: SourceText, loop: ast.For) -> set[str]:
@@ -437,6 +444,14 @@ def added_to(loop: Loop) -> Iterator[str]:
             case ast.AugAssign(target=ast.Name(id=name), op=ast.Add()):
                 yield name
             case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr="append" | "extend")):
+                yield name
+
+
+def _added_to_items(loop: Loop) -> Iterator[str]:
+    """Yield the variables to whose items a loop adds, as in a count for each class."""
+    for node in ast.walk(loop):
+        match node:
+            case ast.AugAssign(target=ast.Subscript(value=ast.Name(id=name)), op=ast.Add()):
                 yield name
 
 
