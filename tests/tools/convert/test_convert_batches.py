@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -118,6 +120,35 @@ for epoch in range(3):
             total += net.loss(x).item()
     print(math.floor(total))
 """
+SOME_BATCHES = f"""{HEAD}
+
+def mean_loss(net, loader, batches):
+    total, batches = 0.0, min(batches, len(loader))
+    with torch.no_grad():
+        for i, (x, y) in enumerate(loader):
+            if i == batches:
+                break
+            total += nn.functional.mse_loss(net(x), y).item()
+    return total / batches
+
+
+torch.manual_seed(0)
+data = torch.arange(48 * 8).reshape(48, 8) % 7 / 7
+data = TensorDataset(data, data.sum(1, keepdim=True))
+loader, test_loader = DataLoader(data, 8, shuffle=True), DataLoader(data, 8)
+net = nn.Linear(8, 1)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+step = 0
+for epoch in range(3):
+    for x, y in loader:
+        optimizer.zero_grad()
+        nn.functional.mse_loss(net(x), y).backward()
+        optimizer.step()
+        step += 1
+        if step % 3 == 0:
+            print(f"{{mean_loss(net, test_loader, 2):.4f}}")
+            mean_loss(net, loader, 2)
+"""
 GAN_BY_HAND = """\
 import torch
 from torch import nn
@@ -162,14 +193,16 @@ def convert_text(text: str, folder: Path, monkeypatch: pytest.MonkeyPatch, last:
         (DICE, "        shares = gather_rows(net(rows)).sigmoid()\n        targets = gather_rows("),
         pytest.param(THREE_TRAININGS, "    net = DistributedData", marks=pytest.mark.corpus),
         (IN_ORDER, "    predictions = sum_over_processes(predictions)"),
+        pytest.param(SOME_BATCHES, "    last_saved", marks=pytest.mark.corpus),
         (AS_IN_A_NOTEBOOK, "join_processes()\nshow_on_one_process()\nnet = Net()"),
     ],
-    ids=["a ratio of sums", "three trainings", "in order", "as in a notebook"],
+    ids=["a ratio of sums", "three trainings", "in order", "some batches", "as in a notebook"],
 )
 def test_two_processes_show_the_numbers_of_one(
     text: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    converted = convert_text(text, tmp_path, monkeypatch, "f")
+    last = "g" if text == SOME_BATCHES else "f"
+    converted = convert_text(text, tmp_path, monkeypatch, last)
     assert converted.count(expected) == (3 if text == THREE_TRAININGS else 1)
     alone = subprocess.run([sys.executable, "train.py"], capture_output=True, text=True, timeout=60)
     together = run("run", "--nproc", 2, "train_ddp.py", cwd=tmp_path)
@@ -210,6 +243,19 @@ def test_parts_of_all_processes_are_in_the_order_of_the_batches() -> None:
 
 
 IMPORTS_OF_ITERATION = [IMPORTS[name] for name in ("accumulate", "chain", "zip_longest")]
+
+
+def test_sums_of_items_and_numbers_of_numpy_are_those_of_python() -> None:
+    def call(name: str, value: Any, *parts: Any) -> Any:
+        names = {"gather_objects": lambda _: [value, *parts], "chain": itertools.chain}
+        exec(HELPERS[name], names)
+        return names[name](value)  # type: ignore[operator]
+
+    assert call("sum_items_over_processes", [1, 2], [3, 0]) == [4, 2]
+    assert call("sum_items_over_processes", {"a": 1}, {"b": 2, "a": 1}) == {"a": 2, "b": 2}
+    assert call("sum_items_over_processes", np.array([1, 2]), np.array([3, 4])).tolist() == [4, 6]
+    plain = call("to_plain", {"losses": [np.float64(0.5), (1, np.int64(2))], "text": "a"})
+    assert repr(plain) == "{'losses': [0.5, (1, 2)], 'text': 'a'}"
 
 
 def test_a_teacher_does_not_end_the_pass_of_its_student() -> None:

@@ -166,18 +166,13 @@ class Converter:
         files: dict[str, str] = {}
         for rung in RUNGS:
             try:
-                edits, edited, proof = self.ahead.get(rung.letter) or self.choose_way(
-                    conversion, rung, steps
-                )
+                way = self.ahead.get(rung.letter) or self.choose_way(conversion, rung, steps)
                 if conversion.ways.get("d") is share_evaluation and rung.letter == "d":
-                    edits, edited, proof = self.look_ahead(conversion, steps, edits) or (
-                        edits,
-                        edited,
-                        proof,
-                    )
+                    way = self.look_ahead(conversion, steps, way)
             except CannotConvert as reason:
                 stopped = f"{rung.letter}, {rung.title}: {reason}"
                 return Conversions(proved, files, stopped, texts, self.num_processes)
+            edits, edited, proof = way
             steps.append(edits)
             files = _texts_of(edited)
             diffs = [diff(name, texts[name], text) for name, text in files.items()]
@@ -292,25 +287,25 @@ class Converter:
         raise CannotConvert(reason)
 
     def look_ahead(
-        self, conversion: Conversion, steps: list[list[Edit]], edits: list[Edit]
-    ) -> TriedWay | None:
-        """Return how each process evaluates everything, if the numbers of shares are never right.
+        self, conversion: Conversion, steps: list[list[Edit]], shared: TriedWay
+    ) -> TriedWay:
+        """Return how each process evaluates everything, if no numbers of shares are right.
 
         Args:
             conversion: The script.
             steps: The edits of the rungs before the evaluation is shared.
-            edits: Those by which it is shared.
+            shared: How it is shared, which is returned if its numbers are right.
         """
         sharing, showing = (rung for rung in RUNGS if rung.letter in "de")
         try:
-            self.ahead["e"] = self.choose_way(conversion, showing, [*steps, edits])
+            self.ahead["e"] = self.choose_way(conversion, showing, [*steps, shared[0]])
         except CannotConvert as reason:
             other = replace(sharing, alternatives=sharing.alternatives[1:])
             with suppress(CannotConvert):
                 way = self.choose_way(conversion, other, steps)
                 way[2].not_taken.append(str(reason))
                 return way
-        return None
+        return shared
 
     def check_resume(self, edited: dict[str, EditedText], proof: RungProof) -> None:
         """Check the converted script as a user would, with a resumed run, and add what it says.
