@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
-from stepladder.tools.check.probe.coupled_samples import couples_samples
+from stepladder.tools.check.probe.coupled_samples import find_coupled
 
 COUNT = 6
 
@@ -49,14 +49,14 @@ def outputs(rows: int = COUNT) -> Tensor:
 @pytest.mark.parametrize("name", MEANS)
 def test_a_mean_over_samples_is_none(name: str) -> None:
     out = outputs()
-    assert not couples_samples(MEANS[name](out), [out], COUNT)
+    assert not find_coupled(MEANS[name](out), [out], COUNT)
 
 
 @pytest.mark.parametrize("name", COUPLED)
 def test_what_depends_on_several_samples_at_once_is_one(name: str) -> None:
     out = outputs()
     loss = COUPLED[name](out)
-    assert couples_samples(loss, [out], COUNT)
+    assert find_coupled(loss, [out], COUNT)
     loss.backward()  # the graph is still there
     assert out.grad is not None
 
@@ -65,15 +65,22 @@ def test_views_of_one_sample_may_be_compared_with_each_other() -> None:
     out = outputs(2 * COUNT)
     for first, second in ((out[:COUNT], out[COUNT:]), (out[::2], out[1::2])):
         loss = (functional.cosine_similarity(first, second) ** 2).mean()
-        assert not couples_samples(loss, [out], COUNT)
-    assert couples_samples(contrast(out), [out], COUNT)
+        assert not find_coupled(loss, [out], COUNT)
+    assert find_coupled(contrast(out), [out], COUNT)
+
+
+def test_batch_norm_of_a_model_that_gets_an_output_compares_nothing() -> None:
+    first = outputs()
+    second = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))(first.relu())
+    assert not find_coupled(second.square().mean(), [first, second], COUNT)
+    assert find_coupled(contrast(second), [first, second], COUNT) == [1]
 
 
 def test_the_outputs_of_two_models_belong_together() -> None:
     first, second = outputs(), outputs()
     loss = contrast(torch.cat([first, second]))
-    assert couples_samples(loss, [first, second], COUNT)
-    assert not couples_samples((first * second).square().mean(), [first, second], COUNT)
+    assert find_coupled(loss, [first, second], COUNT)
+    assert not find_coupled((first * second).square().mean(), [first, second], COUNT)
 
 
 def test_a_loss_without_a_second_derivative_is_not_judged() -> None:
@@ -88,4 +95,4 @@ def test_a_loss_without_a_second_derivative_is_not_judged() -> None:
             return grad * torch.ones(COUNT, 4)
 
     out = outputs()
-    assert not couples_samples(Once.apply(out), [out], COUNT)
+    assert not find_coupled(Once.apply(out), [out], COUNT)

@@ -325,6 +325,8 @@ class CarriedState(ProbeEvent, kind="carried"):
 class CoupledSamples(ProbeEvent, kind="coupled"):
     """A loss is about to give gradients that depend on the outputs of other samples."""
 
+    calls: Sequence[Sequence[Any]]  # the lines that have called the models: file and line
+
 
 class NamesWhereBuilt(ProbeEvent, kind="namesbuilt"):
     """An optimizer is about to be built."""

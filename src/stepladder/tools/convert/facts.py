@@ -277,6 +277,13 @@ class ScriptFacts:
         return self.locations(CoupledSamples)
 
     @cached_property
+    def coupled_calls(self) -> list[Location]:
+        """The lines that call the models whose outputs a loss compares."""
+        events = self.log.select(CoupledSamples)
+        calls = [call for event in events for call in event.calls]
+        return list(dict.fromkeys(self.location(CodeLine(*call)) for call in calls))
+
+    @cached_property
     def writes(self) -> list[Location]:
         return self.locations(FileWrite, FileAppend, FileMove, FileRemoval)
 

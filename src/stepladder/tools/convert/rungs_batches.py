@@ -123,7 +123,8 @@ def gather_outputs(conversion: Conversion) -> Edits:
     Raises:
         CannotConvert: A call of a model is not known by its name.
     """
-    for location, having_rows in conversion.facts.names_of_rows.items():
+    for location in conversion.facts.coupled_calls:
+        having_rows = conversion.facts.names_of_rows.get(location, set())
         file, statement = conversion.file(location), conversion.statement(location)
         calls = [
             call

@@ -16,11 +16,13 @@ from stepladder.tools.check.probe.patching import default_on_error
 NEGLIGIBLE = 1e-5  # of the largest derivative
 
 
-@default_on_error(bool)
-def couples_samples(loss: Tensor, outputs: Sequence[Tensor], count: int) -> bool:
-    """Return whether the gradient of half of the samples depends on outputs of the other half.
+@default_on_error(list)
+def find_coupled(loss: Tensor, outputs: Sequence[Tensor], count: int) -> list[int]:
+    """Return the outputs that a loss compares with those of other samples, by their indices.
 
-    A loss without a second derivative is none that is known to.
+    The gradient of half of the samples depends on the other half then. What another model has got
+    is not compared: its batch norm sees all samples. A loss without a second derivative is not
+    known to compare anything.
 
     Args:
         loss: The loss, shape [].
@@ -28,16 +30,29 @@ def couples_samples(loss: Tensor, outputs: Sequence[Tensor], count: int) -> bool
             n is a multiple of `count`: several views of each sample, in turn or side by side.
         count: The number of samples.
     """
-    rows = [item for item in outputs if item.requires_grad and item.ndim and len(item) >= count]
-    rows = [item for item in rows if len(item) % count == 0]
-    if count < 2 or loss.numel() != 1 or not rows:
-        return False
+    if count < 2 or loss.numel() != 1:
+        return []
+    indices = [
+        index
+        for index, item in enumerate(outputs)
+        if item.requires_grad and item.ndim and len(item) >= count and len(item) % count == 0
+        if not any(_is_made_of(other, item) for other in outputs)
+    ]
+    rows = [outputs[index] for index in indices]
     with torch.enable_grad():
         gradients = torch.autograd.grad(loss, rows, create_graph=True, allow_unused=True)
-        return all(
+        is_coupled = all(
             _depend_on_others(gradients, rows, count, side_by_side=layout)
             for layout in (False, True)
         )
+    return indices if is_coupled else []
+
+
+def _is_made_of(output: Tensor, item: Tensor) -> bool:
+    if output is item or not output.requires_grad:
+        return False
+    found = torch.autograd.grad(output.sum(), [item], retain_graph=True, allow_unused=True)
+    return found[0] is not None
 
 
 def _depend_on_others(

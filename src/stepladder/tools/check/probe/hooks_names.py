@@ -21,18 +21,19 @@ from stepladder.tools.check.events import (
     RowNames,
 )
 from stepladder.tools.check.probe import digests, hooks_data, hooks_model, hooks_train
-from stepladder.tools.check.probe.coupled_samples import couples_samples
+from stepladder.tools.check.probe.coupled_samples import find_coupled
 from stepladder.tools.check.probe.patching import WrappedCall, default_on_error, wrap
 from stepladder.tools.check.probe.probe_log import current_log, record
+from stepladder.tools.probe.events import CodeLine
 
 MAX_FRAMES = 8
 
 # By the id of a module, what it has returned: kept, so that no other tensor gets its memory.
 returned: dict[int, dict[int, torch.Tensor]] = {}
-# By the id of a module that is called: the rows of the call, and what records them.
-row_recorders: dict[int, tuple[int, Callable[[], None]]] = {}
-# What models have returned since the last backward pass, by the number of its samples.
-outputs_of_step: dict[int, list[torch.Tensor]] = {}
+# By the id of a module that is called: the rows of the call, its line, and what records them.
+row_recorders: dict[int, tuple[int, CodeLine, Callable[[], None]]] = {}
+# What models have returned since the last backward pass, and the line, by the number of samples.
+outputs_of_step: dict[int, list[tuple[torch.Tensor, CodeLine]]] = {}
 schedules: dict[int, object] = {}  # by their ids
 recorded: set[tuple[int, str, int]] = set()  # the id of an object, the file and the line of its use
 
@@ -91,7 +92,8 @@ def record_rows(module: nn.Module, count: int) -> None:
             recorded.add(key)
             names = [name for name, value in frame.f_locals.items() if has_rows(value, count)]
             event = RowNames(names=names, count=count)
-            row_recorders[id(module)] = count, partial(current_log().write, event, line)
+            record_call = partial(current_log().write, event, line)
+            row_recorders[id(module)] = count, line, record_call
             for value in (value for each in user_frames() for _, value in named(each)):
                 if digests.generator_state(value):
                     record_names("generator", value)
@@ -99,12 +101,12 @@ def record_rows(module: nn.Module, count: int) -> None:
 
 def watch_output(module: nn.Module, args: Any, output: Any) -> None:
     """Record the rows of a call once a gradient comes to its output: other calls train nothing."""
-    count, record_call = row_recorders.pop(id(module), (0, None))
-    if not record_call:
+    if id(module) not in row_recorders:
         return
+    count, line, record_call = row_recorders.pop(id(module))
     for tensor in by_memory(output).values():
         if tensor.requires_grad and any(item.requires_grad for item in module.parameters()):
-            outputs_of_step.setdefault(count, []).append(tensor)
+            outputs_of_step.setdefault(count, []).append((tensor, line))
             tensor.register_hook(lambda _: record_call())
 
 
@@ -112,8 +114,11 @@ def watch_loss(call: WrappedCall) -> Any:
     """Record whether a loss compares the samples of a batch with each other."""
     loss = call.args[0].argument(0, "tensors")
     for count, outputs in outputs_of_step.items():
-        if isinstance(loss, torch.Tensor) and couples_samples(loss, outputs, count):
-            record(CoupledSamples())
+        if isinstance(loss, torch.Tensor):
+            indices = find_coupled(loss, [tensor for tensor, _ in outputs], count)
+            calls = [[line.file, line.line] for _, line in (outputs[index] for index in indices)]
+            if calls:
+                record(CoupledSamples(calls=calls))
     outputs_of_step.clear()
     return call.run()
 
