@@ -137,6 +137,7 @@ def test_a_file_of_many_lines_is_data_after_some(
         ("[11:05] 3/10", ["3", "10"]),
         ("epoch 12:0.52", ["12", "0.52"]),
         ("1:0.5 lr:1e-3", ["1", "0.5", "1e-3"]),
+        ("runs/Nov30_18-57-54_host: -0.5", ["-0.5"]),
     ],
 )
 def test_a_time_of_day_is_no_number(text: str, numbers: list[str]) -> None:

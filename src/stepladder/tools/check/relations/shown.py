@@ -21,9 +21,9 @@ from stepladder.tools.check.relations.frozen_runs import FrozenRuns, Violation
 from stepladder.tools.check.relations.samples_read import are_of_one_data_set
 from stepladder.tools.probe.events import CodeLine
 
-# Parts of a time of day are none.
+# Parts of a time of day, or of a date, are none.
 SHOWN_NUMBER = re.compile(
-    r"(?<![\w.])(?!\d\d:\d\d(?![\d.]))(?!(?<=\d:)\d\d(?![\d.]))"
+    r"(?<![\w.])(?<!\d-)(?!\d\d:\d\d(?![\d.]))(?!(?<=\d:)\d\d(?![\d.]))"
     r"[-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?%?(?![\w])"
 )
 NOISE_FACTOR = 5.0
