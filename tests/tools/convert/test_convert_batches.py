@@ -193,7 +193,7 @@ def convert_text(text: str, folder: Path, monkeypatch: pytest.MonkeyPatch, last:
         (DICE, "        shares = gather_rows(net(rows)).sigmoid()\n        targets = gather_rows("),
         pytest.param(THREE_TRAININGS, "    net = DistributedData", marks=pytest.mark.corpus),
         (IN_ORDER, "    predictions = sum_over_processes(predictions)"),
-        pytest.param(SOME_BATCHES, "    last_saved", marks=pytest.mark.corpus),
+        pytest.param(SOME_BATCHES, "last_saved = load_snapshot(", marks=pytest.mark.corpus),
         (AS_IN_A_NOTEBOOK, "join_processes()\nshow_on_one_process()\nnet = Net()"),
     ],
     ids=["a ratio of sums", "three trainings", "in order", "some batches", "as in a notebook"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
@@ -30,10 +31,13 @@ MAX_FRAMES = 8
 
 # By the id of a module, what it has returned: kept, so that no other tensor gets its memory.
 returned: dict[int, dict[int, torch.Tensor]] = {}
-# By the id of a module that is called: the rows of the call, its line, and what records them.
-row_recorders: dict[int, tuple[int, CodeLine, Callable[[], None]]] = {}
+WATCHED_LOSSES = 8
+MAX_OUTPUTS = 16  # that wait for a loss: an evaluation has none
+# By the id of a module that is called: the rows of the call, its line, and what records them once.
+row_recorders: dict[int, tuple[int, CodeLine, Callable[[], None] | None]] = {}
 # What models have returned since the last backward pass, and the line, by the number of samples.
-outputs_of_step: dict[int, list[tuple[torch.Tensor, CodeLine]]] = {}
+outputs_of_step: dict[int, deque[tuple[torch.Tensor, CodeLine]]] = {}
+watched = Counter[str]()
 schedules: dict[int, object] = {}  # by their ids
 recorded: set[tuple[int, str, int]] = set()  # the id of an object, the file and the line of its use
 
@@ -88,6 +92,7 @@ def record_rows(module: nn.Module, count: int) -> None:
     """
     for frame in islice(user_frames(), 1):
         line = current_log().line_of(frame)
+        row_recorders[id(module)] = count, line, None
         if (key := (count, line.file, line.line)) not in recorded:
             recorded.add(key)
             names = [name for name, value in frame.f_locals.items() if has_rows(value, count)]
@@ -104,10 +109,14 @@ def watch_output(module: nn.Module, args: Any, output: Any) -> None:
     if id(module) not in row_recorders:
         return
     count, line, record_call = row_recorders.pop(id(module))
+    if not any(item.requires_grad for item in module.parameters()):
+        return
     for tensor in by_memory(output).values():
-        if tensor.requires_grad and any(item.requires_grad for item in module.parameters()):
-            outputs_of_step.setdefault(count, []).append((tensor, line))
-            tensor.register_hook(lambda _: record_call())
+        if tensor.requires_grad and watched["losses"] < WATCHED_LOSSES:
+            outputs = outputs_of_step.setdefault(count, deque(maxlen=MAX_OUTPUTS))
+            outputs.append((tensor, line))
+        if tensor.requires_grad and record_call:
+            tensor.register_hook(lambda _, record_call=record_call: record_call())
 
 
 def watch_loss(call: WrappedCall) -> Any:
@@ -120,6 +129,7 @@ def watch_loss(call: WrappedCall) -> Any:
             if calls:
                 record(CoupledSamples(calls=calls))
     outputs_of_step.clear()
+    watched["losses"] += 1
     return call.run()
 
 
