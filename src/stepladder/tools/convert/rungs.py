@@ -202,7 +202,7 @@ def wrap_models(
             loss would compare the samples of a share alone.
     """
     facts = conversion.facts
-    require_separate_samples(conversion)
+    _require_separate_samples(conversion)
     if draws_alike and any(event.drops for event in facts.training_calls):
         raise CannotConvert("dropout would be the same on all processes")
     missing = set(facts.trained_models) - conversion.wrappings.keys()
@@ -224,7 +224,7 @@ def wrap_models(
     yield from prepare_steps(conversion)
 
 
-def require_separate_samples(conversion: Conversion) -> None:
+def _require_separate_samples(conversion: Conversion) -> None:
     """Raise CannotConvert where a loss compares the samples of a share alone with each other."""
     for location in conversion.facts.coupled * (not conversion.gathered):
         raise CannotConvert(
@@ -243,7 +243,7 @@ def _draw_own_numbers(conversion: Conversion, file: SourceText, statement: ast.s
 def average_by_hooks(conversion: Conversion) -> Edits:
     """Average each gradient once it is computed: no wrapper sees the call of a part of a model."""
     facts = conversion.facts
-    require_separate_samples(conversion)
+    _require_separate_samples(conversion)
     places: dict[int, tuple[Location, str]] = {}  # the outermost of each model
     inner = set[int]()
     for location, models in facts.optimizer_places:

@@ -27,7 +27,7 @@ def share_training_samples(conversion: Conversion, divides: bool = False) -> Edi
     conversion.gathered.clear()
     if conversion.facts.coupled and not divides:
         with suppress(CannotConvert):
-            conversion.gathered.extend(gather_outputs(conversion))
+            conversion.gathered.extend(_gather_outputs(conversion))
     yield from conversion.gathered
     yield from wrap_loaders(conversion, True, "share_samples", divides)
     if any(loader.is_training and loader.is_by_hand for loader in conversion.facts.loaders):
@@ -62,7 +62,7 @@ def _share_rows_of_call(conversion: Conversion, location: Location, having_rows:
     named = stored_names(around[0] if around else scope)
     if not around and not isinstance(scope, ast.Module):
         named += parameters_of(scope)
-    used = [name for name in read_after(file, statement) if name in having_rows]
+    used = [name for name in _read_after(file, statement) if name in having_rows]
     slices = list(_slices_with(conversion, location))
     if names := [name for name in used if name in named]:
         text = ", ".join(names)
@@ -80,7 +80,7 @@ def _share_rows_of_call(conversion: Conversion, location: Location, having_rows:
         )
 
 
-def read_after(file: SourceText, statement: ast.stmt) -> Iterator[str]:
+def _read_after(file: SourceText, statement: ast.stmt) -> Iterator[str]:
     """Yield the names that a function reads from a statement on, before it assigns to them."""
     lines: dict[tuple[str, bool], int] = {}
     for node in file.nodes(ast.Name, file.scope_of(statement)):
@@ -117,7 +117,7 @@ def _slices_with(conversion: Conversion, location: Location) -> Iterator[ast.Sub
             yield node
 
 
-def gather_outputs(conversion: Conversion) -> Edits:
+def _gather_outputs(conversion: Conversion) -> Edits:
     """Let a loss that compares the samples of a batch see the rows of all processes.
 
     Raises:
@@ -142,7 +142,7 @@ def gather_outputs(conversion: Conversion) -> Edits:
         block = file.block_of(statement)
         later = block[block.index(statement) + 1 :]
         names = (
-            [name for name in read_after(file, later[0]) if name in having_rows] if later else []
+            [name for name in _read_after(file, later[0]) if name in having_rows] if later else []
         )
         text = "\n".join(f"{name} = gather_rows({name})" for name in dict.fromkeys(names))
         if text:
