@@ -239,6 +239,10 @@ class Converter:
             self.shortening = list(shortening)
             texts = _texts_of(compose(conversion, [self.shortening]))
             started = self.starter.run(starts_of_original(texts))
+            # What comes after the training may need the results of all batches.
+            has_failed = any(item.outcome.failed for item in started.values())
+            if has_failed and self.starter.take_more_batches():
+                continue
             facts = ScriptFacts(started["reference"].recording)
             conversion = replace(conversion, facts=facts)
             if loops.issuperset(find_loops_that_train(conversion)):

@@ -88,6 +88,12 @@ class ScriptStarter:
                 break
         return started
 
+    def take_more_batches(self) -> bool:
+        """Take more batches of each loader from now on; return False where it gives all already."""
+        following = NUMBERS_OF_BATCHES[NUMBERS_OF_BATCHES.index(self.batches) + 1 :]
+        self.batches = next(iter(following), 0)
+        return bool(following)
+
     def run(self, starts: Mapping[str, Start]) -> dict[str, Started]:
         """Run several starts at once; return how each has ended, by its name."""
         with ExitStack() as stack:
