@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import math
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -360,3 +361,22 @@ def test_a_sum_over_processes_of_what_has_a_gradient_can_be_changed_in_place() -
     total = names["sum_over_processes"](torch.ones((), requires_grad=True))
     total /= 2
     assert total.item() == 0.5
+
+
+def test_a_variable_named_as_a_function_of_accelerate_imports_none(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("broadcast = 1\nprint(broadcast)\n")
+    conversion = convert_printed(tmp_path / "train.py", [])
+    file = conversion.files["train.py"]
+    edits = [file.insert_before(file.tree.body[1], "broadcast = sum_over_processes(broadcast)")]
+    assert "accelerate" not in compose(conversion, [edits])["train.py"].text
+
+
+def test_outputs_of_different_shapes_are_never_gathered() -> None:
+    names: dict[str, Any] = {
+        "torch": torch,
+        "sys": sys,
+        "gather_objects": lambda shape: [shape, (2, 7)],
+    }
+    exec(HELPERS["gather_rows"], names)
+    with pytest.raises(SystemExit, match="pad all batches to one length"):
+        names["gather_rows"](torch.ones(2, 5))

@@ -26,10 +26,10 @@ EXAMPLE = Path(__file__).parents[3] / "docs" / "examples" / "one_process.py"
 ranks = pytest.mark.ranks
 
 
-@pytest.mark.parametrize("name", sorted(HELPERS.keys() - {"gather_objects", "inner_model"}))
+@pytest.mark.parametrize("name", sorted(HELPERS.keys() - {"inner_model"}))
 def test_no_function_of_a_converted_script_needs_a_process_group(name: str) -> None:
     text = translate((HELPERS | HELPERS_IN_ACCELERATE)[name], is_main=True)
-    assert "dist." not in text and "gather_objects" not in text
+    assert "dist." not in text
     compile(text, name, "exec")
 
 

@@ -20,7 +20,6 @@ IN_ACCELERATE = (
     (r"dist\.broadcast\((.*), 0\)", r"\1.copy_(broadcast(\1))"),
     (r"dist\.broadcast_object_list", "broadcast_object_list"),
     (r"dist\.all_reduce\((.*)\)", r'\1.copy_(accelerator.reduce(\1, "sum"))'),
-    (r"gather_objects\((.*)\)", r"gather_object([\1])"),
     (r"inner_model\(", "accelerator.unwrap_model("),
     (
         r"(?m)^( *)(.*)DistributedDataParallel\(([^,\n]+), (.+)\)$",
@@ -34,6 +33,13 @@ IN_ACCELERATE = (
         r"\1accelerator = Accelerator(cpu=not torch.accelerator.is_available())" "\n" r"\1",
     ),
 )
+IMPORTS_IN_ACCELERATE = {
+    "Accelerator": "from accelerate import Accelerator",
+    "DistributedDataParallelKwargs": "from accelerate import DistributedDataParallelKwargs",
+    "broadcast": "from accelerate.utils import broadcast",
+    "broadcast_object_list": "from accelerate.utils import broadcast_object_list",
+    "gather_object": "from accelerate.utils import gather_object",
+}
 HELPERS_IN_ACCELERATE = {
     "join_processes": '''\
 def join_processes():
@@ -41,6 +47,10 @@ def join_processes():
     states = [random_states()]
     broadcast_object_list(states)
     set_random_states(states[0])''',
+    "gather_objects": '''\
+def gather_objects(value):
+    """Return what all processes have, in the order of processes."""
+    return gather_object([value])''',
     "gather_tensors": '''\
 def gather_tensors(tensor):
     """Return the tensors of all processes, which have one shape."""

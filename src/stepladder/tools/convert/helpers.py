@@ -22,11 +22,6 @@ IMPORTS = {
     "DataLoader": "from torch.utils.data import DataLoader",
     "SequentialSampler": "from torch.utils.data import SequentialSampler",
     "StopSignals": "from stepladder import StopSignals",
-    "Accelerator": "from accelerate import Accelerator",
-    "DistributedDataParallelKwargs": "from accelerate import DistributedDataParallelKwargs",
-    "broadcast": "from accelerate.utils import broadcast",
-    "broadcast_object_list": "from accelerate.utils import broadcast_object_list",
-    "gather_object": "from accelerate.utils import gather_object",
 }
 
 HELPERS = {
@@ -279,6 +274,9 @@ def gather_rows(value):
     if not torch.is_tensor(value) or not value.dim() or not torch.is_grad_enabled():
         return value
     constant = value.detach().contiguous()
+    shapes = set(gather_objects(tuple(constant.shape)))
+    if len(shapes) > 1:
+        sys.exit(f"outputs of a batch have the shapes {shapes}: pad all batches to one length")
     parts = gather_tensors(constant)
     if value.requires_grad:
         parts[dist.get_rank()] = constant + (value - constant) * len(parts)

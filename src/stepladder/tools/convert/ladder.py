@@ -10,7 +10,11 @@ from functools import partial
 
 from stepladder.tools.check.script_source import stored_names
 from stepladder.tools.convert import rungs, rungs_batches, rungs_files, rungs_losses, rungs_snapshot
-from stepladder.tools.convert.accelerate import HELPERS_IN_ACCELERATE, translate
+from stepladder.tools.convert.accelerate import (
+    HELPERS_IN_ACCELERATE,
+    IMPORTS_IN_ACCELERATE,
+    translate,
+)
 from stepladder.tools.convert.conversion import Conversion, Edits
 from stepladder.tools.convert.helpers import HELPERS, IMPORTS
 from stepladder.tools.convert.source import Edit, EditedText, SourceText
@@ -132,14 +136,16 @@ def compose(conversion: Conversion, steps: Sequence[list[Edit]]) -> dict[str, Ed
     composed = {}
     for name, file in conversion.files.items():
         edits = [edit for step in steps for edit in dict.fromkeys(step) if edit.file == name]
+        imports: Mapping[str, str] = IMPORTS
         helpers: Mapping[str, str] = HELPERS
         if conversion.by_accelerate:
             translated = partial(translate, is_main=name == conversion.main)
             edits = [replace(edit, text=translated(edit.text)) for edit in edits]
+            imports = IMPORTS | IMPORTS_IN_ACCELERATE
             own = HELPERS | HELPERS_IN_ACCELERATE
             helpers = {key: translated(text) for key, text in own.items()}
         if edits:
-            added = [*definitions(file, helpers, edits), *edits]
+            added = [*definitions(file, imports, helpers, edits), *edits]
             composed[name] = file.apply(_rename_modules(file, added))
     return composed
 
@@ -163,13 +169,15 @@ def _rename_modules(file: SourceText, edits: list[Edit]) -> list[Edit]:
     return edits
 
 
-def definitions(file: SourceText, helpers: Mapping[str, str], edits: list[Edit]) -> list[Edit]:
+def definitions(
+    file: SourceText, imports: Mapping[str, str], helpers: Mapping[str, str], edits: list[Edit]
+) -> list[Edit]:
     """Return the edits that import and define what edits use, and a file does not have yet."""
     used: set[str] = set()
     texts = [edit.text for edit in edits]
     while texts:
         words = set(re.findall(r"(?<!\.)\b\w+", "\n".join(texts)))
-        new = words & (IMPORTS.keys() | helpers.keys()) - used
+        new = words & (imports.keys() | helpers.keys()) - used
         used |= new
         texts = [helpers.get(name, "") for name in new]
     known = {
@@ -179,7 +187,7 @@ def definitions(file: SourceText, helpers: Mapping[str, str], edits: list[Edit])
         for source in [f"from {item.module} " if isinstance(item, ast.ImportFrom) else ""]
         for alias in item.names
     }
-    lines = [line for name, line in IMPORTS.items() if name in used and line not in known]
+    lines = [line for name, line in imports.items() if name in used and line not in known]
     text = "".join(f"{line}\n" for line in lines)
     text += "".join(f"\n\n{body}\n" for name, body in helpers.items() if name in used)
     return [file.insert_after(last_import(file), text)] if text else []
