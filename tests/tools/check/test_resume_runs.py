@@ -56,6 +56,7 @@ for epoch in range(state["epoch"], 4):
         optimizer.step()
         schedule.step()
         state["updates"] += 1
+        IN_STEP
     state["epoch"] = epoch + 1
     SAVING
     dist.barrier()
@@ -92,12 +93,17 @@ BY_FIRST = """if dist.get_rank() == 0:
 
 
 def check(
-    folder: Path, saver: str = "by torch.save", mistake: str = "", saving: str = ""
+    folder: Path,
+    saver: str = "by torch.save",
+    mistake: str = "",
+    saving: str = "",
+    in_step: str = "pass",
 ) -> tuple[int, list[str], str]:
     """The exit code, each finding as `rule: evidence`, and why it was not checked."""
     load = FROM_FOLDER if "distributed" in saver else FROM_FILE
     saving = saving or ("save()" if "distributed" in saver else BY_FIRST)
     text = SCRIPT.replace("SAVE\n", SAVERS[saver] + "\n").replace("SAVING", saving)
+    text = text.replace("IN_STEP", in_step)
     text = text.replace("    LOAD\n", f"    {load}{RESTORE}    {mistake}\n")
     (folder / "train.py").write_text(text)
     done = run("check", "--resume", "--json", "train.py", cwd=folder)
@@ -110,6 +116,12 @@ def check(
 @pytest.mark.slow
 def test_a_script_that_goes_on_as_the_unbroken_run_has_no_finding(tmp_path: Path) -> None:
     assert check(tmp_path) == (0, [], "")
+
+
+@pytest.mark.slow
+def test_a_large_picture_is_no_snapshot_of_a_script_that_saves_by_torch(tmp_path: Path) -> None:
+    picture = "open(f'picture{dist.get_rank()}.png', 'wb').write(bytes(1 << 17))"
+    assert check(tmp_path, in_step=picture) == (0, [], "")
 
 
 # What is wrong after a load, and the finding.

@@ -38,6 +38,7 @@ class ProbeSettings:
         batches: The number of batches of each loader, a smaller last one included; 0 for all.
         enough_after_s: The seconds until which more than two epochs are run.
         stop_at_snapshot: Whether ranks wait to be ended after their first snapshot.
+        may_be_packed: Whether a large binary file of an unknown format may be a snapshot.
         pause_at: The moment at which rank 0 pauses for a signal, as "step:5"; or evaluation, save,
             rename, load. Empty for none.
         frozen: Which run with frozen weights this is; empty where weights move.
@@ -60,6 +61,7 @@ class ProbeSettings:
     batches: int = 0
     enough_after_s: float = 20.0
     stop_at_snapshot: bool = False
+    may_be_packed: bool = True
     pause_at: str = ""
     frozen: Literal["", "plain", "shuffled", "reweighted"] = ""
     neutral: bool = False

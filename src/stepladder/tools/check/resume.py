@@ -115,7 +115,10 @@ def compare_resumed_run(
     """
     if not evidence.run.was_cut_short:  # else epochs are counted on a fast machine alone
         launch = replace(launch, settings=replace(launch.settings, enough_after_s=math.inf))
-    halting = replace(launch, settings=replace(launch.settings, stop_at_snapshot=True))
+    # A script that saves weights by torch.save may write large pictures, too.
+    is_known = any(event.model for _, event in evidence.run.select(Save))
+    settings = replace(launch.settings, stop_at_snapshot=True, may_be_packed=not is_known)
+    halting = replace(launch, settings=settings)
     original, copy = evidence.run.original, launch.settings.copy
     outcome = run_ranks(halting, "halted")
     before: list[Recording] = []

@@ -66,7 +66,8 @@ class SnapshotFiles:
         self.known = files
         weights = list(parameters)
         forms = [list(pieces_of(weights, dtype)) for dtype in SAVED_TYPES]
-        found = sorted(path for path in changed if holds_weights(path, forms))
+        may_be_packed = current_log().settings.may_be_packed
+        found = sorted(path for path in changed if holds_weights(path, forms, may_be_packed))
         if found:
             current_log().write(SnapshotFound(paths=found))
         return bool(found)
@@ -126,7 +127,7 @@ def pieces_of(parameters: Iterable[Any], dtype: torch.dtype | None) -> Iterator[
             yield piece
 
 
-def holds_weights(path: str, forms: list[list[bytes]], may_be_packed: bool = True) -> bool:
+def holds_weights(path: str, forms: list[list[bytes]], may_be_packed: bool) -> bool:
     """Return whether a file holds weights, or is large and of bytes that may be weights.
 
     Args:
