@@ -511,7 +511,7 @@ def test_files_of_other_folders_are_never_written(
     ("name", "expected"),
     [
         ("trainer_class", ".module"),
-        ("unseeded", "if dist.get_rank() == 0:\n            with open(str(self.path)"),
+        ("unseeded", "if dist.get_rank() == 0:\n            with open_whole(str(self.path)"),
         ("logged", "batch {step}: {mean_over_processes(loss.item()):.4f}"),
         ("summed_loss", '"%d of %d samples, loss %.4f" % (sum_over_processes(step * len(x)), '),
     ],
@@ -663,6 +663,23 @@ def test_a_best_model_stays_the_best_over_a_stop(
     assert best[0] == best[1]
     last = [torch.load(tmp_path / name / "train_snapshot.pt") for name in ("whole", "stopped")]
     assert last[0]["parts"]["self"] == last[1]["parts"]["self"]
+
+
+@pytest.mark.slow
+def test_a_notebook_whose_functions_change_globals_goes_on_after_a_stop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = convert_script("cells", tmp_path, monkeypatch, "g")
+    assert "nn.DataParallel(model.cuda(), device_ids=[dist.get_node_local_rank(0)])" in text
+    shown = {}
+    for name, epochs in (("whole", "8"), ("stopped", "4"), ("stopped", "8")):
+        (tmp_path / name).mkdir(exist_ok=True)
+        shutil.copy(tmp_path / "train_ddp.py", tmp_path / name)
+        command = ("run", "--nproc", "2", "train_ddp.py", "--epochs", epochs)
+        done = run(*command, cwd=tmp_path / name)
+        assert done.returncode == 0, done.stderr
+        shown[name] = done.stdout
+    assert shown["whole"] == shown["stopped"] != ""
 
 
 def take_edits(

@@ -302,10 +302,16 @@ class OptimizerBuilt(ProbeEvent, kind="optimizer"):
     cls: str = ""  # its class
 
 
-class NamesInUse(ProbeEvent, kind="names"):
-    """The script uses a model, a loader, an optimizer, a schedule, a scaler or a generator."""
+OBJECT_OF = "object of "
 
-    what: str
+
+class NamesInUse(ProbeEvent, kind="names"):
+    """The script uses a model, a loader, an optimizer, a schedule, a scaler or a generator.
+
+    Or an object of a class of the user's.
+    """
+
+    what: str  # such as "model"; OBJECT_OF and the name of a class
     object: int  # its id
     # From the innermost function outwards: file, line, function, and its name for the object.
     uses: Sequence[Sequence[Any]] = ()

@@ -14,6 +14,7 @@ IMPORTS = {
     "time": "import time",
     "torch": "import torch",
     "dist": "import torch.distributed as dist",
+    "contextmanager": "from contextlib import contextmanager",
     "accumulate": "from itertools import accumulate",
     "chain": "from itertools import chain",
     "islice": "from itertools import islice",
@@ -332,6 +333,13 @@ def save_without_barrier(obj, f, **kwargs):
     for _ in range(500):
         if not os.path.exists(f):
             time.sleep(0.01)''',
+    "open_whole": '''\
+@contextmanager
+def open_whole(path, *args, **kwargs):
+    """Open a file to write, which has its name once it is whole: others may read it at any time."""
+    with open(f"{path}.part", *args, **kwargs) as file:
+        yield file
+    os.replace(f"{path}.part", path)''',
     "Nothing": '''\
 class Nothing:
     """Stands for what process 0 alone writes with: all that is done with it does nothing."""

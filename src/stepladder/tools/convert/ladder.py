@@ -180,17 +180,18 @@ def definitions(
         new = words & (imports.keys() | helpers.keys()) - used
         used |= new
         texts = [helpers.get(name, "") for name in new]
+    last = last_import(file)
     known = {
         f"{source}import {alias.name}" + f" as {alias.asname}" * bool(alias.asname)
         for item in file.tree.body
-        if isinstance(item, ast.Import | ast.ImportFrom)
+        if isinstance(item, ast.Import | ast.ImportFrom) and item.lineno <= last.lineno
         for source in [f"from {item.module} " if isinstance(item, ast.ImportFrom) else ""]
         for alias in item.names
     }
     lines = [line for name, line in imports.items() if name in used and line not in known]
     text = "".join(f"{line}\n" for line in lines)
     text += "".join(f"\n\n{body}\n" for name, body in helpers.items() if name in used)
-    return [file.insert_after(last_import(file), text)] if text else []
+    return [file.insert_after(last, text)] if text else []
 
 
 def last_import(file: SourceText) -> ast.stmt:

@@ -79,6 +79,9 @@ def join_processes(conversion: Conversion) -> Edits:
     for node in file.nodes(ast.Constant):
         if node.value == "cuda:0":
             yield file.replace(node, '"cuda"')
+    for other, call in calls_of(conversion, "torch.nn.DataParallel"):
+        arguments = f"{other.text_of(call.args[0])}, device_ids=[dist.get_node_local_rank(0)]"
+        yield other.replace(call, f"{other.text_of(call.func)}({arguments})")
 
 
 def wrap_loaders(
@@ -327,7 +330,7 @@ def _add_sums(conversion: Conversion, of_training: bool) -> Edits:
     for file, loop, loader_name in _find_loops_over(conversion, of_training):
         if loop in summed:  # of one loop for both
             continue
-        following = _statements_after(file, loop)
+        following = statements_after(file, loop)
         known = {node.id for item in following for node in file.nodes(ast.Name, item)}
         used = [name for name in _accumulators(file, loop) if name in known]
         joined = sorted(find_joined(file, loop) & known)
@@ -374,7 +377,7 @@ def _numbers_of_batches(file: SourceText, loop: ast.For) -> Iterator[ast.expr]:
     """Yield the expressions after a loop that add 1 to its index, which is counted from 0."""
     match loop.target, loop.iter:
         case ast.Tuple(elts=[ast.Name(id=index), _]), ast.Call(ast.Name("enumerate"), [_]):
-            for statement in _statements_after(file, loop):
+            for statement in statements_after(file, loop):
                 if index in stored_names(statement):  # counted anew
                     return
                 for node in file.nodes(ast.BinOp, statement):
@@ -413,7 +416,7 @@ def _accumulators(file: SourceText, loop: ast.For) -> list[str]:
     """Return the variables that a loop adds to, and that begin anew before it, or after it."""
     targets = [target for node in file.nodes(ast.Assign, loop) for target in node.targets]
     begin_anew = assigned_before(file, loop)
-    for item in _statements_after(file, loop):
+    for item in statements_after(file, loop):
         if isinstance(item, ast.Assign):  # for the next epoch
             read = {node.id for node in file.nodes(ast.Name, item.value)}
             begin_anew.update({*stored_names(item)} - read)
@@ -466,7 +469,7 @@ def assigned_before(file: SourceText, loop: Loop) -> set[str]:
     }
 
 
-def _statements_after(file: SourceText, loop: ast.For) -> list[ast.stmt]:
+def statements_after(file: SourceText, loop: ast.For) -> list[ast.stmt]:
     """Return the statements after a loop, in its block and in those around it."""
     return [item for block, index in _blocks_around(file, loop) for item in block[index + 1 :]]
 

@@ -14,12 +14,14 @@ from stepladder.tools.findings.finding import Location
 
 def write_once(conversion: Conversion, save: str = "save_once") -> Edits:
     """Let one process write files, each whole or not at all."""
+    found = _find_other_writes(conversion)
+    places = [(conversion.file(location), conversion.statement(location)) for location in found]
+    guarded = {node for _, statement in places for node in ast.walk(statement)}
     for file, call in calls_of(conversion, "torch.save"):
-        yield file.replace(call.func, save)
+        if call not in guarded:  # to a file that is open
+            yield file.replace(call.func, save)
     yield from _let_all_make_folders(conversion)
-    for location in _find_other_writes(conversion):
-        file = conversion.file(location)
-        statement = conversion.statement(location)
+    for file, statement in places:
         if isinstance(statement, ast.Assign):  # a writer, which other lines use
             yield from file.wrap(statement.value, "", f" if {RANK_0} else Nothing()")
         elif isinstance(statement, ast.With) and _reads_loaders(conversion, file, statement):
@@ -28,6 +30,18 @@ def write_once(conversion: Conversion, save: str = "save_once") -> Edits:
                 yield from file.wrap(item.context_expr, "", otherwise)
         else:
             yield from file.guard(statement, RANK_0)
+            yield from _write_whole(file, statement, save)
+
+
+def _write_whole(file: SourceText, statement: ast.stmt, save: str) -> Edits:
+    """Let a file have its name once it is whole, and let all wait for weights that are in it."""
+    for item in getattr(statement, "items", []):
+        match item.context_expr:
+            case ast.Call(ast.Name("open"), [_, ast.Constant("w" | "wb"), *_]) as call:
+                yield file.replace(call.func, "open_whole")
+    calls = file.nodes(ast.Call, statement)
+    if save == "save_once" and any(file.qualified_name(c.func) == "torch.save" for c in calls):
+        yield file.insert_after(statement, "dist.barrier()")
 
 
 def _reads_loaders(conversion: Conversion, file: SourceText, statement: ast.stmt) -> bool:

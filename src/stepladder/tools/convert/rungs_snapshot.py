@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from textwrap import indent
 
-from stepladder.tools.check.events import NamesInUse
-from stepladder.tools.check.script_source import dotted_name, find_nodes, stored_names
+from stepladder.tools.check.events import OBJECT_OF, NamesInUse
+from stepladder.tools.check.script_source import dotted_name, find_nodes, last_name, stored_names
 from stepladder.tools.convert.conversion import Conversion, Edits
 from stepladder.tools.convert.loops import (
     counter_of,
@@ -18,10 +18,11 @@ from stepladder.tools.convert.loops import (
     find_training_loops,
     name_of_epoch,
 )
-from stepladder.tools.convert.rungs import added_to, assigned_before
+from stepladder.tools.convert.rungs import added_to, assigned_before, statements_after
 from stepladder.tools.convert.source import INDENT, CannotConvert, Edit, Loop, SourceText
 
 FORMS_OF_PARTS = {"model": "inner_model({})", "generator": "GeneratorState({})"}
+FORM_OF_OBJECTS = "Attributes({})"
 STEPS_BETWEEN_SNAPSHOTS = "steps_between_snapshots = 100  # of a training without epochs"
 # What comes before the loop over epochs, and at the end of an epoch.
 STOP_FORMS = {
@@ -92,23 +93,25 @@ def parts_of(conversion: Conversion, file: SourceText, loop: Loop) -> dict[str, 
         CannotConvert: A model, an optimizer, a schedule or a scaler has no name there.
     """
     scope, facts = file.scope_of(loop), conversion.facts
-    kinds = {
-        event.object: event.what
-        for event in facts.log.select(NamesInUse)
-        if event.what != "loader"
-        and (event.what != "model" or event.object in facts.trained_models)
-    }
+    forms = dict.fromkeys(("optimizer", "schedule", "scaler"), "{}") | FORMS_OF_PARTS
+    forms |= dict.fromkeys(_classes_that_change(conversion), FORM_OF_OBJECTS)
+    kinds: dict[int, str] = {}
+    # A model may be an object of the user's, too.
+    for event in sorted(facts.log.select(NamesInUse), key=lambda e: e.what.startswith(OBJECT_OF)):
+        if event.what in forms and (event.what != "model" or event.object in facts.trained_models):
+            kinds.setdefault(event.object, event.what)
     names: dict[int, str] = {}
     for event in facts.log.select(NamesInUse):
         for location, _, name in facts.uses_in(event):
             if name and conversion.is_known(location) and conversion.scope(location) is scope:
                 names.setdefault(event.object, name)
-    if any(kind != "generator" for item, kind in kinds.items() if item not in names):
+    without = {kind for item, kind in kinds.items() if item not in names}
+    if any(kind != "generator" and not kind.startswith(OBJECT_OF) for kind in without):
         raise CannotConvert(
             f"{file.name}:{loop.lineno} has no name for a model, an optimizer or a schedule"
         )
     named = [(name, kinds[item]) for item, name in names.items() if item in kinds]
-    return {name: FORMS_OF_PARTS.get(kind, "{}").format(name) for name, kind in named}
+    return {name: forms[kind].format(name) for name, kind in named}
 
 
 def _changing_values(file: SourceText, loop: Loop) -> list[str]:
@@ -118,28 +121,39 @@ def _changing_values(file: SourceText, loop: Loop) -> list[str]:
     return [name for name in changed if name in before]
 
 
-def _owners_in(conversion: Conversion, file: SourceText, loop: Loop) -> Iterator[str]:
-    """Yield the names of objects of the user's that change their own attributes in training."""
-    trees = (item.tree for item in conversion.files.values())
-    changing = {
-        item.name
-        for tree in trees
-        for item in find_nodes(tree, ast.ClassDef)
+def _values_of_some_turns(file: SourceText, loop: Loop) -> list[str]:
+    """Return the variables that only some turns assign, as those of the best, and later lines read.
+
+    They need not have a value before the loop.
+    """
+    choices = [item for item in loop.body if isinstance(item, ast.If)]
+    named = {name for item in choices for name in stored_names(item)}
+    named -= {name for item in {*loop.body} - {*choices} for name in stored_names(item)}
+    read = chain.from_iterable(file.nodes(ast.Name, s) for s in statements_after(file, loop))
+    return sorted(named.intersection(node.id for node in read) - assigned_before(file, loop))
+
+
+def _globals_changed_by(file: SourceText, loop: Loop) -> list[str]:
+    """Return the variables of the module that functions change which a loop calls."""
+    functions = {item.name: item for item in file.nodes(ast.FunctionDef)}
+    callers: list[ast.AST] = [loop]
+    for caller in callers:  # which grows
+        called = {last_name(call.func) for call in file.nodes(ast.Call, caller)}
+        callers += [functions.pop(name) for name in sorted(called & functions.keys())]
+    declared = chain.from_iterable(file.nodes(ast.Global, item) for item in callers)
+    changed = set(chain.from_iterable(item.names for item in declared))
+    of_module = (node for node in file.nodes(ast.Name) if file.scope_of(node) is file.tree)
+    return sorted(changed & {node.id for node in of_module if isinstance(node.ctx, ast.Store)})
+
+
+def _classes_that_change(conversion: Conversion) -> set[str]:
+    """Return what the objects of the user's are recorded as that change their own attributes."""
+    classes = chain.from_iterable(f.nodes(ast.ClassDef) for f in conversion.files.values())
+    return {
+        f"{OBJECT_OF}{item.name}"
+        for item in classes
         if any(_changes_itself(method) for method in find_nodes(item, ast.FunctionDef))
     }
-    scope = file.scope_of(loop)
-    holder = next((item for item in file.parents_of(loop) if isinstance(item, ast.ClassDef)), None)
-    if holder and holder.name in changing:
-        yield "self"
-    for node in find_nodes(holder or scope, ast.Assign):
-        match node:
-            case ast.Assign(targets=[target], value=ast.Call(func=function)):
-                is_attribute = dotted_name(target).startswith("self.")
-                is_known = is_attribute or (
-                    file.scope_of(node) is scope and node.lineno < loop.lineno
-                )
-                if dotted_name(function).rpartition(".")[2] in changing and is_known:
-                    yield file.text_of(target)
 
 
 def _changes_itself(method: ast.FunctionDef) -> bool:
@@ -154,17 +168,21 @@ def save_and_resume(conversion: Conversion) -> Edits:
     """Save everything at the end of each epoch, or every some steps, and go on from there."""
     saving = _find_saving_loop(conversion)
     file, loop = saving.file, saving.loop
-    changing = _changing_values(file, loop)
+    changing, of_some_turns = _changing_values(file, loop), _values_of_some_turns(file, loop)
+    scope, of_module = file.scope_of(loop), _globals_changed_by(file, loop)
+    changing = list(dict.fromkeys([*changing, *of_module]))
+    declared = {name for item in file.nodes(ast.Global, scope) for name in item.names}
+    if not isinstance(scope, ast.Module) and (missing := sorted({*of_module} - declared)):
+        yield file.insert_before(scope.body[0], f"global {', '.join(missing)}")
     forms = parts_of(conversion, file, loop)
-    for name in _owners_in(conversion, file, loop):
-        forms.setdefault(name, f"Attributes({name})")
     parts = ", ".join(f'"{name.removeprefix("self.")}": {form}' for name, form in forms.items())
     path = _free_name(conversion)
     lines = [f"saved_parts = {{{parts}}}", f'last_saved = load_snapshot("{path}", saved_parts)']
     lines += [f'{name} = last_saved.get("{name}", {name})' for name in changing]
+    lines += [f'{name} = last_saved.get("{name}")' for name in of_some_turns]
     lines += [STEPS_BETWEEN_SNAPSHOTS] * saving.is_of_steps
     yield file.insert_before(loop, "\n".join(lines))
-    values = "".join(f", {name}={name}" for name in changing)
+    values = "".join(f", {name}={name}" for name in [*changing, *of_some_turns])
     if isinstance(loop, ast.For):
         yield _begin_at(file, loop)
         values = f", epoch={saving.turn.strip('()')}{values}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -15,6 +16,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.optim import optimizer as optimizers
 
 from stepladder.tools.check.events import (
+    OBJECT_OF,
     CarriedState,
     CoupledSamples,
     NamesInUse,
@@ -88,7 +90,7 @@ def record_model(hook: WrappedCall) -> Any:
 def record_rows(module: nn.Module, count: int) -> None:
     """Keep which variables of a function have as many rows as the input of its model.
 
-    Record the random generators that functions have then.
+    Record the random generators that functions have then, and the objects of the user's classes.
     """
     for frame in islice(user_frames(), 1):
         line = current_log().line_of(frame)
@@ -102,6 +104,14 @@ def record_rows(module: nn.Module, count: int) -> None:
             for value in (value for each in user_frames() for _, value in named(each)):
                 if digests.generator_state(value):
                     record_names("generator", value)
+                elif is_of_user(type(value)):
+                    record_names(f"{OBJECT_OF}{type(value).__name__}", value)
+
+
+def is_of_user(kind: type) -> bool:
+    """Return whether a class is defined in the user's code."""
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    return file is not None and current_log().is_user_file(file)
 
 
 def watch_output(module: nn.Module, args: Any, output: Any) -> None:
