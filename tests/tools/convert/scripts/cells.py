@@ -56,7 +56,7 @@ def test():
             right += (model(x).argmax(1) == y).sum().item()
     if right > best:
         best = right
-        with open("best.pt", "wb") as file:
+        with open("best.pt", "wb") as file:  # noqa: PTH123
             torch.save(model.state_dict(), file)
     return right
 
