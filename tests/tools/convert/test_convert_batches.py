@@ -275,6 +275,13 @@ def test_a_teacher_does_not_end_the_pass_of_its_student() -> None:
     ]
 
 
+def test_an_evaluation_that_keeps_gradients_is_told_by_the_mode_of_the_model() -> None:
+    training, evaluation = Forward(root=1, moded=1, moded_on=1), Forward(root=1, moded=1)
+    frozen = Forward(root=2, moded=1)  # a teacher
+    passes = RankLog(0, [frozen, training, Backward(), evaluation, evaluation]).all_passes
+    assert [(item.is_training, len(item.batches)) for item in passes] == [(True, 1), (False, 2)]
+
+
 def test_a_pass_that_was_left_gets_no_step_of_the_pass_around_it() -> None:
     outer, inner = PassStart(number=1, loader=1), PassStart(number=2, loader=1)
     batches = [Batch(number=number, indices=None, rows=[], size=8) for number in (1, 2, 1)]

@@ -292,17 +292,20 @@ class Recording:
 def passes_by_hand(events: Iterable[tuple[int, ProbeEvent]]) -> Iterator[LoaderPass]:
     """Yield the passes of a script that trains with batches of its own: series of calls of models.
 
-    A pass ends where models are called with gradients no longer, or again, but for a call before
-    the backward pass of another, as of a teacher. What a model is called with first, after a
-    backward pass or a step, is a batch.
+    A pass ends where models are called for gradients no longer, or again, but for a call before
+    the backward pass of another, as of a teacher. A model that is in training mode at other times
+    is called for none in the other mode. What a model is called with first, after a backward pass
+    or a step, is a batch.
 
     Args:
         events: The events outside of the passes of loaders, with their indices.
     """
     one_pass: LoaderPass | None = None
     index, keeps_graph, is_next_batch, awaits_backward = 0, True, True, False
+    modes: dict[int, int] = {}
     for number, event in events:
-        is_other_call = isinstance(event, Forward) and event.grad is not keeps_graph
+        trains = isinstance(event, Forward) and _is_for_gradients(event, modes)
+        is_other_call = isinstance(event, Forward) and trains is not keeps_graph
         if one_pass and ((is_other_call and not awaits_backward) or number > index + 1):
             one_pass.finish(PassEnd(number=one_pass.number, cut=False), index + 1)
             yield one_pass
@@ -314,7 +317,7 @@ def passes_by_hand(events: Iterable[tuple[int, ProbeEvent]]) -> Iterator[LoaderP
                     number=-index, at=event.at, loader=event.root, batch_size=event.size
                 )
                 one_pass = LoaderPass(-index, start, is_by_hand=True)
-                keeps_graph, is_next_batch = event.grad, True
+                keeps_graph, is_next_batch = trains, True
             if is_next_batch:
                 rows = list(event.rows)
                 batch = Batch(
@@ -323,13 +326,22 @@ def passes_by_hand(events: Iterable[tuple[int, ProbeEvent]]) -> Iterator[LoaderP
                 one_pass.batches.append(batch)
                 one_pass.events.append(batch)
             is_next_batch = not keeps_graph
-            awaits_backward |= event.grad
+            awaits_backward |= trains
         awaits_backward &= not isinstance(event, Backward)
         is_next_batch |= isinstance(event, Backward | OptimizerStep)
         if one_pass:
             one_pass.events.append(event)
     if one_pass:
         yield one_pass
+
+
+def _is_for_gradients(event: Forward, modes: dict[int, int]) -> bool:
+    """Return whether a call is for gradients; add to the modes of models until then.
+
+    A wrapper and the model inside of it are told by the number of their layers that have modes.
+    """
+    modes[event.moded] = max(event.moded_on, modes.get(event.moded, 0))
+    return event.grad and (event.moded_on > 0 or not modes[event.moded])
 
 
 def group_events(events: Iterable[E], field_name: str) -> dict[Any, list[E]]:
