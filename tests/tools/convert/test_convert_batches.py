@@ -149,6 +149,51 @@ for epoch in range(3):
             print(f"{{mean_loss(net, test_loader, 2):.4f}}")
             mean_loss(net, loader, 2)
 """
+METERS = f"""{HEAD}
+class Meter:
+    total = count = 0
+
+    def update(self, value, n):
+        self.total += value * n
+        self.count += n
+        self.mean = self.total / self.count
+
+
+torch.manual_seed(0)
+x = torch.randn(48, 6)
+loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), 12, shuffle=True)
+net = nn.Linear(6, 1)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for epoch in range(3):
+    losses = Meter()
+    for rows, targets in loader:
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(net(rows), targets)
+        loss.backward()
+        optimizer.step()
+        losses.update(loss.item(), len(rows))
+    print("loss {{losses.mean:.4f}}".format(losses=losses))
+"""
+SHAPED = f"""{HEAD}
+torch.manual_seed(0)
+batch_size = 12
+x = torch.randn(48, 6)
+loader = DataLoader(TensorDataset(x, x.flip(1)), batch_size, shuffle=True)
+net = nn.Linear(6, 6)
+nn.init.zeros_(net.weight)  # an error of 100 %, of each part of a sample, too
+nn.init.zeros_(net.bias)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for epoch in range(3):
+    total = 0
+    for rows, targets in loader:
+        optimizer.zero_grad()
+        outputs = net(rows)
+        nn.functional.mse_loss(outputs, targets).backward()
+        optimizer.step()
+        errors = (outputs - targets).view(batch_size, -1).norm(dim=1)
+        total += (errors / targets.view(batch_size, -1).norm(dim=1)).sum().item()
+    print(f"{{total / len(loader.dataset):.4f}}")
+"""
 GAN_BY_HAND = """\
 import torch
 from torch import nn
@@ -194,9 +239,19 @@ def convert_text(text: str, folder: Path, monkeypatch: pytest.MonkeyPatch, last:
         pytest.param(THREE_TRAININGS, "    net = DistributedData", marks=pytest.mark.corpus),
         (IN_ORDER, "    predictions = sum_over_processes(predictions)"),
         pytest.param(SOME_BATCHES, "last_saved = load_snapshot(", marks=pytest.mark.corpus),
+        (METERS, "losses.update(mean_over_processes(loss.item()), len(rows))"),
+        (SHAPED, "batch_size = share_of_batch(batch_size)"),
         (AS_IN_A_NOTEBOOK, "join_processes()\nshow_on_one_process()\nnet = Net()"),
     ],
-    ids=["a ratio of sums", "three trainings", "in order", "some batches", "as in a notebook"],
+    ids=[
+        "a ratio of sums",
+        "three trainings",
+        "in order",
+        "some batches",
+        "meters",
+        "shaped",
+        "as in a notebook",
+    ],
 )
 def test_two_processes_show_the_numbers_of_one(
     text: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -274,6 +274,7 @@ class Statistic(ProbeEvent, kind="statistic"):
     value: float
     is_mean: bool
     count: int = 0  # the number of values of which it is made
+    grad: bool = False  # whether it depends on weights that are trained
 
 
 class Forward(ProbeEvent, kind="forward"):

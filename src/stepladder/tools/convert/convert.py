@@ -6,7 +6,7 @@ import ast
 from collections.abc import Callable, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 
 from stepladder.core.errors import InputError, to_one_line
@@ -37,6 +37,7 @@ from stepladder.tools.convert.rungs_snapshot import STEPS_BETWEEN_SNAPSHOTS
 from stepladder.tools.convert.shortening import shorten_epochs
 from stepladder.tools.convert.shown_expressions import (
     find_deciding_value,
+    find_given,
     find_shown_expression,
     take_of_all,
 )
@@ -355,7 +356,9 @@ class Converter:
         if texts != self.started_texts:  # a rung may change nothing
             self.started = self.starter.run(starts_of_converted(texts, self.num_processes))
             self.started_texts = texts
-        return edited, prove(self.original, self.started, ran, rung.judged)
+        # Rows that are gathered are those of the whole batch.
+        judged = rung.judged - {"values-of-sums"} if conversion.gathered else rung.judged
+        return edited, prove(self.original, self.started, ran, judged)
 
     def mend_numbers(
         self,
@@ -381,7 +384,8 @@ class Converter:
                 order = WAYS_TO_MEND if number.is_counter else WAYS_TO_MEND[::-1]
                 if is_of_evaluation(conversion, file, origin or node):
                     order = WAYS_TO_MEND_EVALUATION
-                wrong[file, node] = order
+                values = find_given(file, node, conversion.facts.names_of_objects) or [node]
+                wrong |= dict.fromkeys(product([file], values), order)
                 if origin is not None:
                     deciding[file, origin] = order
             for key, order in (deciding or wrong).items():  # others may follow from what decides

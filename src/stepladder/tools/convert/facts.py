@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from stepladder.tools.check.events import (
+    OBJECT_OF,
     Backward,
     CarriedState,
     CoupledSamples,
@@ -193,6 +194,12 @@ class ScriptFacts:
             if model in self.trained_models
         }
         return names - {"", "self"}  # which has no wrapper
+
+    @cached_property
+    def names_of_objects(self) -> set[str]:
+        """The names that functions have for objects of the user's classes."""
+        events = [e for e in self.log.select(NamesInUse) if e.what.startswith(OBJECT_OF)]
+        return {use.name for event in events for use in self.uses_in(event)}
 
     @cached_property
     def training_events(self) -> list[ProbeEvent]:

@@ -61,7 +61,7 @@ RUNGS = (
             rungs_batches.share_training_samples,
             partial(rungs_batches.share_training_samples, divides=True),
         ),
-        frozenset({"samples"}),
+        frozenset({"samples", "values-of-sums"}),
     ),
     Rung(
         "c",

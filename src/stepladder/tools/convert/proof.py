@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ from stepladder.tools.check.events import (
     Print,
     RowNames,
     Save,
+    Statistic,
     WrittenText,
 )
 from stepladder.tools.check.failure import Folders, frames_of
@@ -152,6 +154,8 @@ def compare_run(
     if "samples" in relations:
         compare_samples(proof, runs, where)
         _compare_calls(proof, runs, where)
+    if "values-of-sums" in relations:
+        _compare_values_of_sums(proof, runs, where)
     if "gradients" in relations:
         _compare_gradients(proof, runs, where)
     if "shown-numbers" in relations:
@@ -325,6 +329,28 @@ def _compare_calls(proof: RungProof, runs: FrozenRuns, where: str) -> None:
             proof.broken.append(f"line {location.line} {where}: the model gets shares of shares")
 
 
+def _compare_values_of_sums(proof: RungProof, runs: FrozenRuns, where: str) -> None:
+    """Judge how many values are added up for a step: of a share there are fewer than of a batch.
+
+    A script that gives outputs the shape of a whole batch makes rows of parts of samples.
+    """
+    sizes = {*_rows_of_calls(runs.reference).values()}
+    compared = _values_of_sums(runs.compared)
+    for location, count in _values_of_sums(runs.reference) & compared:
+        if count in sizes:
+            proof.broken.append(
+                f"line {location.line} {where}: a sum is over {count} rows, as that of a whole"
+                " batch: divide the size that makes them"
+            )
+
+
+def _values_of_sums(recording: Recording) -> set[tuple[Location, int]]:
+    """Return the lines that make a number of outputs for a step, and of how many values."""
+    passes = (item for item in recording.ranks[0].all_passes if item.is_training)
+    events = chain.from_iterable(item.select(Statistic) for item in passes)
+    return {(Location(e.at.file, e.at.line), e.count) for e in events if e.at and e.grad}
+
+
 def _rows_of_calls(recording: Recording) -> dict[Location, int]:
     """Return the largest number of rows that a model gets for a step, by the line of the call."""
     events = sorted(recording.ranks[0].select(RowNames), key=lambda event: event.count)
@@ -360,7 +386,9 @@ def _with_original_lines(
         for event in _events_but_files(log):
             if isinstance(event, Print):
                 event = replace(event, at=named(facts, original(event.at)), caller=None)
-            elif isinstance(event, BeforeStep | RowNames | Save | FileWrite | FileAppend):
+            elif isinstance(
+                event, BeforeStep | RowNames | Statistic | Save | FileWrite | FileAppend
+            ):
                 event = replace(event, at=original(event.at))
             events.append(event)
         return replace(log, events=events, worker_events=log.worker_events)

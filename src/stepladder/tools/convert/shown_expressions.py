@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 
 from stepladder.tools.check.relations.shown import SHOWN_NUMBER
@@ -62,6 +62,23 @@ def find_deciding_value(file: SourceText, shown: ast.expr) -> ast.expr | None:
         value = known.pop(value.id, None) if value.id in tested else None
     is_decided = value is not shown or ast.unparse(shown) in tested
     return value if is_decided else None
+
+
+def find_given(file: SourceText, shown: ast.expr, objects: Collection[str]) -> list[ast.expr]:
+    """Return what a function gives first to an object that it shows, as to a meter of a mean.
+
+    Args:
+        file: The file.
+        shown: What is shown.
+        objects: The names of objects; nothing else is given something.
+    """
+    return [
+        item.value.args[0]
+        for item in file.nodes(ast.Expr, file.scope_of(shown))
+        if isinstance(item.value, ast.Call) and item.value.args
+        if dotted_name(item.value.func).rpartition(".")[0] == file.text_of(shown)
+        if file.text_of(shown) in objects
+    ]
 
 
 def _tests_in(scope: ast.AST) -> list[ast.expr]:

@@ -38,7 +38,8 @@ def record_statistic(result: Any, is_mean: bool, count: int = 0) -> None:
     is_number = isinstance(result, Tensor) and result.numel() == 1 and not result.is_meta
     if is_number and counts["statistics"] < MAX_STATISTICS and not torch.compiler.is_compiling():
         counts["statistics"] += 1
-        record(Statistic(value=float(result.detach()), is_mean=is_mean, count=count))
+        value, grad = float(result.detach()), result.requires_grad
+        record(Statistic(value=value, is_mean=is_mean, count=count, grad=grad))
 
 
 def attach() -> None:
