@@ -138,7 +138,8 @@ def test_a_file_of_many_lines_is_data_after_some(
         ("epoch 12:0.52", ["12", "0.52"]),
         ("1:0.5 lr:1e-3", ["1", "0.5", "1e-3"]),
         ("runs/Nov30_18-57-54_host: -0.5", ["-0.5"]),
+        ("torch.Size([8, 3, 64]) 8 (1, 2)", ["8", "1", "2"]),
     ],
 )
-def test_a_time_of_day_is_no_number(text: str, numbers: list[str]) -> None:
+def test_a_time_of_day_and_a_shape_are_no_numbers(text: str, numbers: list[str]) -> None:
     assert SHOWN_NUMBER.findall(text) == numbers

@@ -159,6 +159,10 @@ class Meter:
         self.mean = self.total / self.count
 
 
+def note(metrics, value, n):
+    metrics["loss"] += value * n
+
+
 torch.manual_seed(0)
 x = torch.randn(48, 6)
 loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), 12, shuffle=True)
@@ -166,12 +170,15 @@ net = nn.Linear(6, 1)
 optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
 for epoch in range(3):
     losses = Meter()
+    metrics = {{"loss": 0.0}}
     for rows, targets in loader:
         optimizer.zero_grad()
         loss = nn.functional.mse_loss(net(rows), targets)
         loss.backward()
         optimizer.step()
         losses.update(loss.item(), len(rows))
+        note(metrics, loss.item(), len(rows))
+    print(f"{{metrics['loss'] / 48:.4f}}")
     print("loss {{losses.mean:.4f}}".format(losses=losses))
 """
 SHAPED = f"""{HEAD}

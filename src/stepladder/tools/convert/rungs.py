@@ -335,7 +335,7 @@ def _add_sums(conversion: Conversion, of_training: bool) -> Edits:
         used = [name for name in _accumulators(file, loop) if name in known]
         joined = sorted(find_joined(file, loop) & known)
         ways = dict.fromkeys(used, "sum") | dict.fromkeys(joined, "join")
-        ways |= {name: "sum_items" for name in used if name in set(_added_to_items(loop))}
+        ways |= {name: "sum_items" for name in used if name in set(_added_to_items(file, loop))}
         sums = "\n".join(f"{name} = {way}_over_processes({name})" for name, way in ways.items())
         if sums:
             yield file.insert_after(loop, sums)
@@ -421,7 +421,7 @@ def _accumulators(file: SourceText, loop: ast.For) -> list[str]:
             read = {node.id for node in file.nodes(ast.Name, item.value)}
             begin_anew.update({*stored_names(item)} - read)
     begin_anew.difference_update(map(file.text_of, targets))
-    added = dict.fromkeys([*added_to(loop), *_added_to_items(loop)])
+    added = dict.fromkeys([*added_to(loop), *_added_to_items(file, loop)])
     return [name for name in added if name in begin_anew]
 
 
@@ -450,9 +450,19 @@ def added_to(loop: Loop) -> Iterator[str]:
                 yield name
 
 
-def _added_to_items(loop: Loop) -> Iterator[str]:
-    """Yield the variables to whose items a loop adds, as in a count for each class."""
-    for node in ast.walk(loop):
+def _added_to_items(file: SourceText, loop: Loop) -> Iterator[str]:
+    """Yield the variables to whose items a loop adds, or a function to which it gives them."""
+    yield from _names_of_items(loop)
+    functions = {item.name: item for item in file.nodes(ast.FunctionDef)}
+    for call in file.nodes(ast.Call, loop):
+        if function := functions.get(last_name(call.func)):
+            given = dict(zip(parameters_of(function), map(file.text_of, call.args), strict=False))
+            yield from (given[name] for name in _names_of_items(function) if name in given)
+
+
+def _names_of_items(tree: ast.AST) -> Iterator[str]:
+    """Yield the variables to whose items a tree adds, as in a count for each class."""
+    for node in ast.walk(tree):
         match node:
             case ast.AugAssign(target=ast.Subscript(value=ast.Name(id=name)), op=ast.Add()):
                 yield name

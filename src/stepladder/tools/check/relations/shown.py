@@ -21,10 +21,10 @@ from stepladder.tools.check.relations.frozen_runs import FrozenRuns, Violation
 from stepladder.tools.check.relations.samples_read import are_of_one_data_set
 from stepladder.tools.probe.events import CodeLine
 
-# Parts of a time of day, or of a date, are none.
+# Parts of a time of day, of a date, or of the shape of a tensor, are none.
 SHOWN_NUMBER = re.compile(
     r"(?<![\w.])(?<!\d-)(?!\d\d:\d\d(?![\d.]))(?!(?<=\d:)\d\d(?![\d.]))"
-    r"[-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?%?(?![\w])"
+    r"[-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?%?(?![\w])(?![\d, ]*\]\))"
 )
 NOISE_FACTOR = 5.0
 STANDARD_ERRORS = 5.0
