@@ -201,6 +201,33 @@ for epoch in range(3):
         total += (errors / targets.view(batch_size, -1).norm(dim=1)).sum().item()
     print(f"{{total / len(loader.dataset):.4f}}")
 """
+BY_FORWARD = f"""{HEAD}
+torch.manual_seed(0)
+x = torch.randn(48, 6)
+loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), 12, shuffle=True)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Linear(6, 1)
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+net = Net()
+optimizer = torch.optim.SGD(net.parameters(), lr=0.001)
+for epoch in range(3):
+    total = 0
+    for rows, targets in loader:
+        optimizer.zero_grad()
+        loss = (net.forward(rows) - targets).square().sum()
+        loss.backward()
+        optimizer.step()
+        total += loss.item()
+    print(f"{{total:.4f}}")
+"""
 GAN_BY_HAND = """\
 import torch
 from torch import nn
@@ -247,6 +274,7 @@ def convert_text(text: str, folder: Path, monkeypatch: pytest.MonkeyPatch, last:
         (IN_ORDER, "    predictions = sum_over_processes(predictions)"),
         pytest.param(SOME_BATCHES, "last_saved = load_snapshot(", marks=pytest.mark.corpus),
         (METERS, "losses.update(mean_over_processes(loss.item()), len(rows))"),
+        (BY_FORWARD, "        (loss * dist.get_world_size()).backward()"),
         (SHAPED, "batch_size = share_of_batch(batch_size)"),
         (AS_IN_A_NOTEBOOK, "join_processes()\nshow_on_one_process()\nnet = Net()"),
     ],
@@ -256,6 +284,7 @@ def convert_text(text: str, folder: Path, monkeypatch: pytest.MonkeyPatch, last:
         "in order",
         "some batches",
         "meters",
+        "by forward",
         "shaped",
         "as in a notebook",
     ],

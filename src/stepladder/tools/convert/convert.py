@@ -52,6 +52,7 @@ SEEDED_JOIN = (
     "'numpy' in sys.modules and sys.modules['numpy'].random.seed(0)\n"
 )
 EPOCHS_UNTIL_TRAINING = 100  # of a script that begins to train late, as once a memory is full
+OrderedWays = dict[tuple[SourceText, ast.expr], tuple[str, ...]]
 TriedWay = tuple[list[Edit], dict[str, EditedText], RungProof]
 # Processes evaluate different numbers of batches; the difference may be too small to be seen.
 WAYS_TO_MEND_EVALUATION = ("mean_by_batches", "mean_over_processes", "sum_over_processes")
@@ -369,11 +370,12 @@ class Converter:
         proof: RungProof,
     ) -> TriedWay:
         """Show the mean, or the sum, over all processes of each number that is wrong."""
-        ways: dict[tuple[SourceText, ast.expr], tuple[str, ...]] = {}  # that are left
+        ways: OrderedWays = {}  # that are left
         unchanged = edits, compose(conversion, [*steps, edits]), proof
         numbers = proof.wrong_numbers
         while numbers:
-            wrong, deciding = {}, {}  # several numbers may be one expression
+            wrong: OrderedWays = {}  # several numbers may be one expression
+            deciding: OrderedWays = {}
             for number in numbers:
                 location, position = number.location, number.position
                 file = conversion.files.get(location.file)
@@ -381,7 +383,7 @@ class Converter:
                 if not file or not node:
                     return unchanged
                 origin = find_deciding_value(file, node)
-                order = WAYS_TO_MEND if number.is_counter else WAYS_TO_MEND[::-1]
+                order: tuple[str, ...] = WAYS_TO_MEND if number.is_counter else WAYS_TO_MEND[::-1]
                 if is_of_evaluation(conversion, file, origin or node):
                     order = WAYS_TO_MEND_EVALUATION
                 values = find_given(file, node, conversion.facts.names_of_objects) or [node]

@@ -78,6 +78,7 @@ RUNGS = (
             partial(rungs.wrap_models, arguments=", find_unused_parameters=True"),
             partial(rungs.wrap_models, arguments=", broadcast_buffers=False"),
             rungs.average_by_hooks,
+            partial(rungs_losses.scale_summed_loss, average=rungs.average_by_hooks),
             partial(rungs.wrap_models, draws_alike=True),
         ),
         frozenset({"samples", "gradients"}),

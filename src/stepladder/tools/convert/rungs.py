@@ -479,7 +479,7 @@ def assigned_before(file: SourceText, loop: Loop) -> set[str]:
     }
 
 
-def statements_after(file: SourceText, loop: ast.For) -> list[ast.stmt]:
+def statements_after(file: SourceText, loop: Loop) -> list[ast.stmt]:
     """Return the statements after a loop, in its block and in those around it."""
     return [item for block, index in _blocks_around(file, loop) for item in block[index + 1 :]]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from stepladder.tools.check.script_source import last_name, locations_of, stored_names
 from stepladder.tools.convert.conversion import Conversion, Edits
@@ -11,9 +11,11 @@ from stepladder.tools.convert.rungs import sum_numbers_of_training, wrap_models
 from stepladder.tools.convert.source import CannotConvert, SourceText
 
 
-def scale_summed_loss(conversion: Conversion) -> Edits:
-    """Wrap models, and multiply each loss by the number of processes: it is a sum over samples."""
-    yield from wrap_models(conversion)
+def scale_summed_loss(
+    conversion: Conversion, average: Callable[[Conversion], Edits] = wrap_models
+) -> Edits:
+    """Average gradients, and multiply each loss by the number of processes: it is a sum."""
+    yield from average(conversion)
     for location in filter(conversion.is_known, conversion.facts.backwards):
         file = conversion.file(location)
         for call in conversion.calls(location, "backward"):
