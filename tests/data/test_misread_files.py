@@ -8,6 +8,7 @@ import struct
 import tarfile
 import zlib
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -507,3 +508,33 @@ def test_a_copy_of_a_file_is_not_read_as_more_samples(
                 open_data(tmp_path / pattern)
         else:
             assert len(open_data(tmp_path / pattern)) == 2 * rows + 1
+
+
+def test_parquet_files_that_were_joined_into_one_are_refused(tmp_path: Path) -> None:
+    for name, begin in (("a", 0), ("b", 500)):
+        pq.write_table(pa.table({"x": list(range(begin, begin + 100))}), tmp_path / name)
+    path = tmp_path / "joined.parquet"
+    path.write_bytes((tmp_path / "a").read_bytes() + (tmp_path / "b").read_bytes())
+    with pytest.raises(InputError, match=r"joined.parquet was joined of several files"):
+        open_data(path)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "pattern", "missing"),
+    [
+        ((0, 1, 3), "", "00002-of-00004"),
+        ((1, 2, 4), "", "00003-of-00004"),
+        ((0, 1, 2), "train-*.parquet", "00003-of-00004"),
+        ((0, 1, 2), "train-0000[012]*.parquet", ""),
+        ((0, 1, 2, 3), "", ""),
+        ((1, 2, 3, 4), "", ""),
+    ],
+)
+def test_a_missing_part_of_files_that_are_numbered_is_named(
+    numbers: tuple[int, ...], pattern: str, missing: str, tmp_path: Path
+) -> None:
+    for number in numbers:
+        name = f"train-{number:05}-of-00004-{number}ab.parquet"
+        pq.write_table(pa.table({"x": [number]}), tmp_path / name)
+    with pytest.raises(InputError, match=missing) if missing else nullcontext():
+        assert len(open_data(f"{tmp_path}/{pattern}")) == len(numbers)

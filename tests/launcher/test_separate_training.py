@@ -43,8 +43,9 @@ def start(tmp_path: Path, *flags: object, before: str = "", after: str = "pass")
         pytest.param((), "", "sys.exit(0)", marks=pytest.mark.slow),
         pytest.param(("--start-method", "spawn"), "", "", marks=pytest.mark.slow),
         ((), "if len(sys.argv) > 1: " + FORM, ""),
+        ((), FORM.replace("'gloo'", "'gloo', store=dist.HashStore(), rank=0, world_size=1"), ""),
     ],
-    ids=["a loop", "one step", "a new interpreter", "a group that is not formed"],
+    ids=["a loop", "one step", "a new interpreter", "a group that is not formed", "groups of one"],
 )
 def test_separate_ranks_end_before_they_save(
     tmp_path: Path, flags: tuple[object, ...], before: str, after: str

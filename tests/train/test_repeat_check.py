@@ -27,6 +27,7 @@ from stepladder.train.sync.base import Sync
 
 SPAN = Span(0, 0, 2)
 NONE = RunningStatistics(None)
+KEPT = SimpleNamespace(read=dict, tell_changed=lambda before: None)
 
 
 def no_gradients(loss):
@@ -34,6 +35,8 @@ def no_gradients(loss):
 
 
 class Reader:
+    comm = SimpleNamespace(world=World())
+
     def __init__(self, batch):
         self.batch = batch
 
@@ -43,7 +46,7 @@ class Reader:
 
 def check(batch, again, losses):
     results = iter([*losses, losses[0], losses[0]])  # and twice for the gradients
-    check = RepeatCheck(Reader(again), lambda *_: next(results), [], NONE, no_gradients)
+    check = RepeatCheck(Reader(again), lambda *_: next(results), [], NONE, no_gradients, KEPT)
     check.note_batch(SPAN, batch)
     torch.manual_seed(REREAD_SEED)
     check.note_draws()
@@ -67,8 +70,10 @@ def test_other_data_and_another_loss_are_refused():
 
 def test_data_that_change_slowly_are_refused_once_the_first_microbatch_is_other_data():
     epochs = itertools.count()
-    reader = SimpleNamespace(read=lambda step, span: torch.ones(2) if step else torch.zeros(2))
-    check = RepeatCheck(reader, lambda *_: torch.ones(()), [], NONE, no_gradients)
+    reader = SimpleNamespace(
+        read=lambda step, span: torch.ones(2) if step else torch.zeros(2), comm=Reader.comm
+    )
+    check = RepeatCheck(reader, lambda *_: torch.ones(()), [], NONE, no_gradients, KEPT)
 
     def validate(step):
         check.note_batch(SPAN, reader.read(step, SPAN))
@@ -106,7 +111,7 @@ def test_statistics_that_a_layer_moves_from_where_they_are_are_refused(tmp_path,
 def test_statistics_of_a_skipped_layer_are_0_whatever_its_values_are():
     statistics = RunningStatistics(nn.BatchNorm1d(1))
     statistics.captured = torch.zeros(1)
-    check = RepeatCheck(Reader(0.0), lambda *_: torch.ones(()), [], statistics, no_gradients)
+    check = RepeatCheck(Reader(0.0), lambda *_: torch.ones(()), [], statistics, no_gradients, KEPT)
     check.note_batch(SPAN, 0.0)
     torch.manual_seed(REREAD_SEED)
     check.note_draws()
@@ -153,7 +158,7 @@ def test_next_values_that_differ_between_ranks_are_refused():
 
 
 def test_a_rank_without_microbatches_checks_nothing():
-    RepeatCheck(Reader(None), lambda *_: torch.ones(()), [], NONE, no_gradients).validate(0)
+    RepeatCheck(Reader(None), lambda *_: torch.ones(()), [], NONE, no_gradients, KEPT).validate(0)
 
 
 def test_the_parts_of_a_batch_count_and_other_objects_do_not():
@@ -172,7 +177,7 @@ def test_numbers_that_only_the_first_pass_draws_are_refused():
             cache.append(torch.randn(2))
         return cache[0].sum()
 
-    check = RepeatCheck(Reader(torch.ones(2)), compute, [], NONE, no_gradients)
+    check = RepeatCheck(Reader(torch.ones(2)), compute, [], NONE, no_gradients, KEPT)
     check.note_batch(SPAN, torch.ones(2))
     loss = compute()
     check.note_draws()
@@ -186,7 +191,7 @@ def weight_check(compute):
     weight = torch.nn.Parameter(torch.ones(2))
     sync = Sync(nn.ParameterList([weight]), Comm(World(), torch.device("cpu")))
     check = RepeatCheck(
-        Reader(torch.ones(2)), lambda *_: compute(weight), [weight], NONE, sync.hash_gradients
+        Reader(torch.ones(2)), lambda *_: compute(weight), [weight], NONE, sync.hash_gradients, KEPT
     )
     check.note_batch(SPAN, torch.ones(2))
     loss = compute(weight)

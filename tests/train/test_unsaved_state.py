@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import array
+import ctypes
 import enum
+import io
 import itertools
+import multiprocessing
 import queue
 import random
 import re
@@ -91,6 +94,13 @@ class Slots:
         self.count = 0
 
 
+def count_on() -> Iterator[int]:
+    count = 0
+    while True:
+        count += 1
+        yield count
+
+
 KEEPERS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
     "list": ([], lambda kept: kept.append(1)),
     "end of a long list": ([0] * 1000, lambda kept: kept.__setitem__(-1, 5)),
@@ -111,6 +121,11 @@ KEEPERS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
     "namespace": (SimpleNamespace(count=0), lambda kept: vars(kept).update(count=1)),
     "attribute of a layer": (nn.Identity(), lambda kept: setattr(kept, "count", 1)),
     "functions in a dict": ({"note": History().note}, lambda kept: kept["note"]()),
+    "array of a megabyte": (np.zeros(1 << 17), lambda kept: kept.__setitem__(1 << 16, 1.0)),
+    "number of C": (ctypes.c_int(0), lambda kept: setattr(kept, "value", 1)),
+    "shared number": (multiprocessing.Value("i", 0), lambda kept: setattr(kept, "value", 1)),
+    "generator function": (count_on(), next),
+    "text in memory": (io.StringIO(), lambda kept: kept.write("a")),
     "object": (History(), lambda kept: kept.note()),
     "method": (History().note_inside, lambda kept: kept()),
 }
@@ -166,6 +181,66 @@ def test_what_an_own_step_keeps_on_a_weight_is_refused() -> None:
     job = Job(job.model, Keeping(job.model.parameters(), lr=0.1), job.loss, job.train_data)
     with pytest.raises(InputError, match="attribute average of the weight weight, which"):
         step(job)
+
+
+class CountingElsewhere(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.defaults["calls"] = 1
+        super().step()
+
+
+class CountingUnderAWord(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.state["calls"] = 1
+        super().step()
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (CountingElsewhere, "attribute defaults of CountingElsewhere"),
+        (CountingUnderAWord, "state 'calls' of no weight"),
+    ],
+)
+def test_what_an_optimizer_keeps_where_a_snapshot_has_only_weights_is_refused(
+    kind: type[torch.optim.SGD], message: str
+) -> None:
+    job = make_job()
+    job = Job(job.model, kind(job.model.parameters(), lr=0.1), job.loss, job.train_data)
+    with pytest.raises(InputError, match=message):
+        step(job)
+
+
+@pytest.mark.parametrize(
+    ("note", "name"),
+    [
+        (lambda kept, loss: kept.append(loss.item()), "variable kept of "),
+        (lambda kept, loss: kept.__setitem__(0, 1 + kept[0]), "variable kept of "),
+        (lambda kept, loss: kept.__setitem__(0, loss.detach()), ""),
+        (lambda kept, loss: None, ""),
+    ],
+    ids=["list", "count", "last loss", "nothing"],
+)
+def test_what_the_loss_keeps_between_calls_is_told_once(
+    note: Callable[[list[Any], torch.Tensor], None],
+    name: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    kept: list[Any] = [0]
+
+    def loss(model: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, int]:
+        total = model(x).square().sum()
+        note(kept, total)
+        return total, len(x)
+
+    job = make_job()
+    job = Job(job.model, job.optimizer, loss, job.train_data)
+    settings = Settings(tmp_path, sync="exact", global_batch=4, epochs=2, progress=False)
+    Trainer(job, settings).fit()
+    errors = capsys.readouterr().err
+    assert errors.count("each call of the loss changes the") == bool(name)
+    assert name in errors
 
 
 class DropoutSchedule(torch.optim.lr_scheduler.StepLR):

@@ -44,7 +44,7 @@ def _end_separate_training(num_ranks: int, flag: str) -> NoReturn:
     _end_with_bad_input(
         InputError(
             f"each of the {num_ranks} ranks trains on its own, {num_ranks} times the same: there is"
-            f" no process group at the first optimizer step{at}",
+            f" no process group of several ranks at the first optimizer step{at}",
             f"stepladder convert --write {shlex.quote(sys.argv[0])} makes it train on several"
             f" together; or start one rank, or {flag} if each rank is to train alone",
         )

@@ -240,7 +240,8 @@ def _is_alone() -> bool:
         return False
     rpc: Any = sys.modules.get("torch.distributed.rpc")
     has_rpc = rpc is not None and dist.is_available() and rpc._is_current_rpc_agent_set()
-    return not has_rpc and not (dist.is_available() and dist.is_initialized())
+    has_group = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return not has_rpc and not has_group
 
 
 # The end of a group of gloo; see stepladder_exchange/torch_fixes_gloo.py.

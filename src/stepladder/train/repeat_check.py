@@ -25,6 +25,7 @@ from stepladder.train.comm import Comm
 from stepladder.train.fingerprints import HASH_BYTES, find_minority, fingerprint
 from stepladder.train.generators import seed_generators
 from stepladder.train.pretended_ranks import pretend_more_ranks
+from stepladder.train.unsaved_state import KeptState
 
 REREAD_SEED = 1
 VERIFY_HINT = "stepladder verify JOB names the cause"
@@ -113,6 +114,7 @@ class RepeatCheck:
         params: The weights that are trained.
         statistics: Has those that batch norm has captured of the last microbatch.
         hash_gradients: `Sync.hash_gradients`.
+        kept: Tells what the loss keeps.
     """
 
     def __init__(
@@ -122,12 +124,14 @@ class RepeatCheck:
         params: Sequence[nn.Parameter],
         statistics: RunningStatistics,
         hash_gradients: Callable[[Tensor], bytes],
+        kept: KeptState,
     ) -> None:
         self.reader = reader
         self.compute = compute
         self.params = params
         self.statistics = statistics
         self.hash_gradients = hash_gradients
+        self.kept = kept
         self.span: Span | None = None
         self.batch_hash = b""
         # The step, the microbatch and the hash that were noted first in this attempt.
@@ -193,7 +197,10 @@ class RepeatCheck:
                 "no state between calls, no generator of its own (the default ones are seeded), no"
                 f" time and no number of processes in the loss; {VERIFY_HINT}",
             )
+        kept = self.kept.read()
         self._validate_gradients((batches[1], self.reader.read(step, self.span)))
+        if self.reader.comm.world.is_first:
+            self.kept.tell_changed(kept)
 
     def validate_first(self) -> None:
         """Read the microbatch that was noted first, since data may change slowly.

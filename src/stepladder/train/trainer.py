@@ -69,7 +69,7 @@ from stepladder.train.step_listener import LoopListener
 from stepladder.train.sync.base import Backward, StepResult
 from stepladder.train.sync.exact import ExactSync
 from stepladder.train.train_result import TrainResult
-from stepladder.train.unsaved_state import UnsavedState
+from stepladder.train.unsaved_state import KeptState, UnsavedState
 from stepladder.train.weight_guard import PassGuard
 from stepladder.train.weight_update import WeightUpdate
 
@@ -205,6 +205,7 @@ class TrainingLoop:
                 list(self.model.parameters()),
                 self.statistics,
                 self.sync.hash_gradients,
+                KeptState(self.job),
             )
         self.is_repetition = False  # the passes of this step are computed once more
         self.failing_steps = {step for rank, step in self.settings.fail_at if rank == this_rank}

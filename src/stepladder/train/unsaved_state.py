@@ -13,12 +13,13 @@ import pickle
 import random
 import sys
 import warnings
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import cache, partial
 from itertools import islice
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import CodeType, FunctionType, GeneratorType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from stepladder.core.console import print_message
 from stepladder.core.errors import InputError
 from stepladder.rank.torch_fixes import BareStep
 from stepladder.train.fingerprints import count_writes
@@ -39,9 +41,10 @@ FUNCTIONS = (FunctionType, MethodType, partial)
 CONTAINERS = (dict, list, tuple, set, deque)
 # Of whose other objects, such as iterators, queues and namespaces, pickle tells what they hold.
 DATA_MODULES = {"array", "builtins", "collections", "itertools", "queue", "types", "weakref"}
+# Whose subclasses of the user's hold more than their attributes tell.
 PICKLED_TYPES = (np.ndarray, np.generic, np.random.Generator, np.random.RandomState, random.Random)
-# What is compared of a value in each step has bounds, so that a large one costs little.
-MAX_ARRAY_BYTES = 1 << 16
+# What is compared of a value in each step has bounds, so that a large one costs little: 4 ms.
+MAX_PICKLED_BYTES = 1 << 22
 MAX_OBJECT_DEPTH = 8
 MAX_ENDS = 32  # the first and the last items of a container
 MAX_VALUES = 1000
@@ -157,8 +160,10 @@ class UnsavedState(LoopListener):
             before, writes_before = self.of_modules.get((path, name), (None, 0))
             if value is not before or writes != writes_before:
                 changed.append(f"attribute {name} of the layer {path or 'that is the model'}")
+        states = self.job.optimizer.state
+        changed += [f"state {key!r} of no weight" for key in states if isinstance(key, str)]
         self._validate(changed + self._list_forgotten())
-        _validate_separate(self.params, self.job.optimizer.state)
+        _validate_separate(self.params, states)
         if self.calls_functions:
             self.calls_functions = False
 
@@ -186,6 +191,43 @@ class UnsavedState(LoopListener):
                 "keep it in state[param] or param_groups of the optimizer, or in an attribute"
                 " of the schedule; a rate is a function of the step alone",
             )
+
+
+class KeptState:
+    """What a job's loss keeps between calls: such a count is another one on each number of ranks.
+
+    It may be for a log, or act in a later call, as a penalty in each sixteenth: a message names it.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self.saved = _find_saved(job)
+        self.modules = dict(job.model.named_modules())
+        self.reached = _Reached((job.loss, *self.modules.values()), [])
+        self.is_told = False
+
+    def read(self) -> dict[str, Any]:
+        """Return what changes with each variable and each attribute of a layer, but for tensors.
+
+        A pass makes tensors anew, with the same values.
+        """
+        values = self.reached.read()
+        for path, module in self.modules.items():
+            for name, value in _read_own_attributes(module).items():
+                values[f"attribute {name} of the layer {path or 'that is the model'}"] = value
+        return {
+            name: [part for part in _outline(value, self.saved) if not isinstance(part, tuple)]
+            for name, value in values.items()
+        }
+
+    def tell_changed(self, before: dict[str, Any]) -> None:
+        """Print a line, once, if something is not as it was before passes of one microbatch."""
+        changed = [name for name, value in self.read().items() if value != before.get(name)]
+        if changed and not self.is_told:
+            self.is_told = True
+            problem = f"--sync exact: each call of the loss changes the {changed[0]}, which is"
+            problem = f"{problem} another one on other numbers of ranks and after a resume"
+            hint = "make sure that the loss does not depend on it, as a log does not"
+            print_message(str(InputError(problem, hint)))
 
 
 def _copy_container(value: Any) -> Any:
@@ -229,7 +271,7 @@ def _find_torch_attributes() -> set[str]:
 
     An optimizer is made for it, which at import would load torch._dynamo: 70 MB.
     """
-    attributes = vars(torch.optim.Optimizer([torch.zeros(1)], {}))
+    attributes = vars(torch.optim.Optimizer([torch.zeros(1)], {})).keys() - {"defaults"}
     of_schedules = {"_step_count", "_last_lr", "_is_initial", "_get_lr_called_within_step"}
     return {*attributes, *of_schedules, "_opt_called", "step"}
 
@@ -460,9 +502,42 @@ def _read_plain(value: Any) -> Any:
         return len(value)
     if isinstance(value, torch.Generator):
         return bytes(value.get_state().numpy())
-    if isinstance(value, PICKLED_TYPES) and getattr(value, "nbytes", 0) <= MAX_ARRAY_BYTES:
-        return hash(pickle.dumps(value))
+    if isinstance(value, GeneratorType):
+        return value.gi_frame and value.gi_frame.f_lasti
+    if isinstance(value, PICKLED_TYPES) or _is_of_library(value):
+        return _Digest().take(value)
     return None
+
+
+def _is_of_library(value: Any) -> bool:
+    """Tell whether a value is an object of a library's class that may hold data."""
+    module = type(value).__module__
+    is_data = not isinstance(value, (type, nn.Module)) and not hasattr(value, "state_dict")
+    return is_data and module not in DATA_MODULES and not _is_of_user(module)
+
+
+class _Digest:
+    """A file that keeps a checksum of what is written to it, up to a number of bytes."""
+
+    def __init__(self) -> None:
+        self.checksum = 0
+        self.left = MAX_PICKLED_BYTES
+
+    def write(self, data: Any) -> None:
+        self.checksum = zlib.crc32(memoryview(data)[: self.left], self.checksum)
+        self.left -= len(data)
+        if self.left <= 0:
+            raise EOFError
+
+    def take(self, value: Any) -> int | None:
+        """Return the checksum of what pickle saves of a value; None of a logger, a lock, a file."""
+        try:
+            pickle.dump(value, self)
+        except EOFError:
+            return self.checksum
+        except Exception:
+            return None
+        return self.checksum
 
 
 def _list_parts(value: Any, saved: set[int]) -> Iterable[Any]:
@@ -473,6 +548,10 @@ def _list_parts(value: Any, saved: set[int]) -> Iterable[Any]:
         return _take_ends(value)
     if isinstance(value, MethodType):
         return (value.__self__,)
+    if isinstance(value, GeneratorType) and value.gi_frame:
+        return (value.gi_frame.f_locals,)
+    if hasattr(value, "get_obj"):  # a number that processes share
+        return (bytes(value.get_obj()),)
     if hasattr(value, "state_dict") and not isinstance(value, type):
         if id(getattr(value, "state", None)) in saved:  # of an optimizer around the job's own
             return ()

@@ -7,6 +7,7 @@ import os
 import re
 import stat
 from collections.abc import Iterator
+from fnmatch import fnmatch
 from functools import lru_cache
 from pathlib import Path
 
@@ -19,6 +20,8 @@ SAVED_STATE = "state.json"  # of a folder that Hugging Face's save_to_disk has w
 SPLIT_NAMES = "trainval|training|train|testing|test|evaluation|eval|validation|valid|val|dev"
 SPLIT = re.compile(rf"(?<![a-z])(?:{SPLIT_NAMES})(?![a-z])", re.IGNORECASE)
 PARTITION = re.compile(r"(?:^|/)([^/=]+)=[^/]*/")
+PART = re.compile(r"(?<![0-9])([0-9]+)-of-([0-9]+)(?![0-9])")  # as Hugging Face calls files
+MAX_PARTS = 100_000  # of which one may be missing
 HIDDEN_NAME = re.compile(r"(?:^|/)(?:\.|__MACOSX(?:/|$))")  # files that no folder or pattern names
 # Of files that other programs have not finished, or keep for themselves: Spark, Delta, datasets.
 INTERNAL = re.compile(r"(?:^|/)(?:_[^/]*[./]|cache-[^/]*$)")
@@ -142,6 +145,32 @@ def validate_distinct(names: list[str]) -> None:
                     f"{name_by_file[key]} and {name} are one file: {READ_TWICE}", ONCE_HINT
                 )
             name_by_file[key] = name
+
+
+def validate_all_parts(path: str, names: list[str]) -> None:
+    """Raise InputError if the names of files tell of another one, as 1-of-3 and 2-of-3 do.
+
+    Args:
+        path: A folder, or a pattern, which may leave it out.
+        names: The files in it.
+    """
+    found: dict[tuple[str, str], set[str]] = {}
+    for name in names:
+        if part := PART.search(name):
+            # What follows the number may be a hash of the file.
+            key = (name[: part.start()], f"-of-{part[2]}")
+            found.setdefault(key, set()).add(part[1])
+    for (begin, end), numbers in found.items():
+        width = len(min(numbers))
+        first = min(1, *map(int, numbers))
+        for number in range(first, first + min(int(end[4:]), MAX_PARTS)):
+            part_name = f"{begin}{number:0{width}}{end}"
+            is_named = is_folder(path) or fnmatch(part_name + names[0][len(part_name) :], path)
+            if is_named and f"{number:0{width}}" not in numbers:
+                raise InputError(
+                    f"{part_name} is not there, beside {len(numbers)} other parts",
+                    "copy it too; or give a list of the files to read",
+                )
 
 
 def is_folder(path: str) -> bool:

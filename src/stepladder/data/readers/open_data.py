@@ -25,6 +25,7 @@ from stepladder.data.readers.listing import (
     is_folder,
     list_names,
     relate,
+    validate_all_parts,
     validate_distinct,
     validate_finished,
     validate_one_set,
@@ -157,6 +158,8 @@ def open_named(paths: list[str], format: str | None, options: OpenOptions) -> Op
     if not names:
         raise InputError(f"{paths[0]} holds no files", DATA_HINT)
     validate_distinct(names)
+    for path in paths:
+        validate_all_parts(path, names)
     for path in filter(is_folder, paths):
         validate_finished(path, relate(listed, path))
         if chosen != IMAGE_FOLDER:  # whose own names say nothing

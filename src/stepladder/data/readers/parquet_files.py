@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from functools import lru_cache, partial
+from operator import add
 from typing import Any
 
 import pyarrow.parquet as pq
 
-from stepladder.core.errors import as_input_error
+from stepladder.core.errors import InputError, as_input_error
 from stepladder.data.readers.damage import DAMAGE_HINT
 from stepladder.data.readers.files import DataFile, FileView, LocalFile
 from stepladder.data.readers.open_options import OpenOptions
 from stepladder.data.readers.tables import PARQUET_DAMAGE, Groups, TableSource
 
+JOINT = b"PAR1PAR1"  # the end of a file, and the begin of another one
 OPEN_PARQUET_FILES = 32  # at once, each with its metadata
 
 
@@ -38,4 +40,23 @@ def _open_parquet_file(file: DataFile) -> Any:
     """Read the metadata of a file, at its end."""
     with as_input_error(f"cannot use {file.name}", DAMAGE_HINT, PARQUET_DAMAGE):
         source = file.get_path() if isinstance(file, LocalFile) else FileView(file)
-        return pq.ParquetFile(source, page_checksum_verification=True)
+        opened = pq.ParquetFile(source, page_checksum_verification=True)
+        _validate_single(file, opened.metadata)
+        return opened
+
+
+def _validate_single(file: DataFile, metadata: Any) -> None:
+    """Raise InputError if a file was joined of several, of which one would be read.
+
+    Only the indexes of its pages may lie between the columns and the metadata.
+    """
+    groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+    columns = [groups[-1].column(number) for number in range(metadata.num_columns)] if groups else []
+    starts = [each.dictionary_page_offset or each.data_page_offset for each in columns]
+    sizes = [each.total_compressed_size for each in columns]
+    end = max(map(add, starts, sizes), default=0)
+    if JOINT in file.read(end, file.size - metadata.serialized_size):
+        raise InputError(
+            f"{file.name} was joined of several files, of which one would be read",
+            "these files, each by itself; pyarrow.concat_tables joins what is in them",
+        )
