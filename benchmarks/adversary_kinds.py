@@ -5,8 +5,11 @@ Nothing here knows how many processes train the job.
 
 from __future__ import annotations
 
+import ctypes
+import io
 import itertools
 import math
+import multiprocessing
 import os
 import random
 import time
@@ -20,6 +23,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset, IterableDataset, default_collate, get_worker_info
@@ -2224,3 +2228,183 @@ def group_of_parameters_that_a_schedule_adds() -> Job:
     schedule = Unfreezing(made.optimizer, factor=1.0)
     schedule.later = list(model.second.parameters())
     return replace(made, schedule=schedule)
+
+
+# -- the eighth trial ------------------------------------------------------------------------------
+
+
+def slowed(count: Callable[[], Any]) -> Job:
+    """A job whose step hook makes gradients smaller once it has counted to nine."""
+    made = job()
+
+    def slow(*_: Any) -> None:
+        if count() > 8:
+            for param in made.model.parameters():
+                param.grad.mul_(0.3)  # type: ignore[union-attr]
+
+    made.optimizer.register_step_pre_hook(slow)
+    return made
+
+
+def add_to(owner: Any, name: str) -> Any:
+    setattr(owner, name, getattr(owner, name) + 1)
+    return getattr(owner, name)
+
+
+SLICES = "a hook of"
+COUNTED = "a step changes the variable"
+
+
+@kind(refused=COUNTED, full=SLICES, optimizer=SLICES)
+def steps_counted_in_a_number_of_c() -> Job:
+    number = ctypes.c_int(0)
+    return slowed(lambda: add_to(number, "value"))
+
+
+@kind(refused=COUNTED, full=SLICES, optimizer=SLICES)
+def steps_counted_in_a_number_that_processes_share() -> Job:
+    number = multiprocessing.Value("i", 0)
+    return slowed(lambda: add_to(number, "value"))
+
+
+@kind(refused=COUNTED, full=SLICES, optimizer=SLICES)
+def steps_counted_by_a_generator() -> Job:
+    numbers = (number for number in range(1, 1000))
+    return slowed(lambda: next(numbers))
+
+
+@kind(refused=COUNTED, full=SLICES, optimizer=SLICES)
+def steps_counted_in_the_middle_of_a_large_array() -> Job:
+    numbers = np.zeros(100_000)
+
+    def count() -> Any:
+        numbers[50_000] += 1
+        return numbers[50_000]
+
+    return slowed(count)
+
+
+@kind(refused=COUNTED, full=SLICES, optimizer=SLICES)
+def steps_counted_by_the_length_of_a_text_in_memory() -> Job:
+    text = io.StringIO()
+
+    def count() -> int:
+        text.write("x")
+        return text.tell()
+
+    return slowed(count)
+
+
+class RateByDefaults(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        self.defaults["calls"] = self.defaults.get("calls", 0) + 1
+        self.param_groups[0]["lr"] = 0.05 / (1 + self.defaults["calls"] / 10)
+        return super().step(closure)
+
+
+class RateByAWord(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        self.state["calls"] = self.state.get("calls", 0) + 1  # type: ignore[index, assignment, operator]
+        self.param_groups[0]["lr"] = 0.05 / (1 + self.state["calls"] / 10)  # type: ignore[index, operator]
+        return super().step(closure)
+
+
+@kind(refused="the attribute defaults of RateByDefaults", full="slices", optimizer="slices")
+def optimizer_that_counts_in_its_defaults() -> Job:
+    return job(optimizer=lambda params: RateByDefaults(params, lr=0.05))
+
+
+@kind(refused="the state 'calls' of no weight", full="slices", optimizer="slices")
+def optimizer_whose_state_is_of_no_weight() -> Job:
+    return job(optimizer=lambda params: RateByAWord(params, lr=0.05))
+
+
+@kind()
+def noise_prediction_of_a_diffusion_model() -> Job:
+    kept = (1 - torch.linspace(1e-3, 0.2, 20)).cumprod(0)
+    net = layers(nn.Linear(FEATURES + 1, 32), nn.SiLU(), nn.Linear(32, FEATURES))
+
+    def loss(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+        x = batch[0]
+        times = torch.randint(0, 20, (len(x), 1))
+        noise = torch.randn_like(x)
+        noisy = kept[times].sqrt() * x + (1 - kept[times]).sqrt() * noise
+        guess = model(torch.cat([noisy, times / 20], 1))
+        return F.mse_loss(guess, noise, reduction="sum"), len(x)
+
+    return job(net, loss)
+
+
+@kind(full="not gathered")
+def inner_step_of_meta_learning() -> Job:
+    def loss(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+        x, y = batch
+        slow = dict(model.named_parameters())
+        inner = F.cross_entropy(functional_call(model, slow, (x,)), y)
+        grads = torch.autograd.grad(inner, list(slow.values()), create_graph=True)
+        fast = {name: slow[name] - 0.1 * grad for name, grad in zip(slow, grads, strict=True)}
+        outer = functional_call(model, fast, (x,))
+        return F.cross_entropy(outer, y, reduction="sum"), len(x)
+
+    return job(loss=loss)
+
+
+class Lookahead(torch.optim.SGD):
+    """Moves its weights to the middle of slow ones every fifth step (Zhang et al., 2019)."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        for group in self.param_groups:
+            group["calls"] = group.get("calls", 0) + 1
+            for param in group["params"]:
+                slow = self.state[param].setdefault("slow", param.detach().clone())
+                if group["calls"] % 5 == 0:
+                    param.copy_(slow.lerp_(param, 0.5))
+
+
+@kind(full="slices", optimizer="slices")
+def lookahead_whose_slow_weights_are_state() -> Job:
+    return job(optimizer=lambda params: Lookahead(params, lr=0.05, momentum=0.9))
+
+
+@kind(refused="the same microbatch has another loss")
+def weights_of_samples_by_their_last_loss() -> Job:
+    last: dict[int, float] = {}
+
+    def loss(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+        x, y, indices = batch
+        losses = F.cross_entropy(model(x), y, reduction="none")
+        shares = torch.tensor([last.get(index, 1.0) for index in indices.tolist()])
+        last.update(zip(indices.tolist(), losses.tolist(), strict=True))
+        return (losses * shares).sum(), len(x)
+
+    return job(loss=loss, data=(*vectors(), torch.arange(SAMPLES)))
+
+
+@kind(refused=OTHER_LOSS, alone="")
+def pseudo_labels_of_the_first_visit() -> Job:
+    labels: dict[int, int] = {}
+
+    def loss(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+        x, y, indices = batch
+        output = model(x)
+        guesses = zip(indices.tolist(), output.argmax(1).tolist(), strict=True)
+        targets = torch.tensor([labels.setdefault(*guess) for guess in guesses])
+        return F.cross_entropy(output, y, reduction="sum") + F.cross_entropy(output, targets), len(
+            x
+        )
+
+    return job(loss=loss, data=(*vectors(), torch.arange(SAMPLES)))
+
+
+@kind(refused="the same samples are other data")
+def samples_that_are_scaled_where_they_lie() -> Job:
+    x, y = vectors()
+    rows = x.numpy()
+
+    def read(index: int) -> tuple[Any, Tensor]:
+        rows[index] *= 1.01
+        return rows[index].copy(), y[index]
+
+    return job(data=Items(read))

@@ -120,3 +120,19 @@ def test_a_check_finds_empty_values_that_a_training_would_refuse(tmp_path: Path)
     with pytest.raises(InputError, match=r"a\.parquet: record 3: column x .* HINT: decode="):
         source.read(np.array([2]))
     assert not list(open_data(tmp_path, decode=str).find_damage())
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "file"])
+def test_an_arrow_file_that_becomes_shorter_is_named_before_it_is_read(
+    stream: bool, tmp_path: Path
+) -> None:
+    """Its memory is the kernel's, which ends a process that reads beyond the end of a file."""
+    path = tmp_path / "a.arrow"
+    table = pa.table({"x": np.arange(100_000)})
+    with (pa.ipc.new_stream if stream else pa.ipc.new_file)(path, table.schema) as out:
+        out.write_table(table, max_chunksize=1000)
+    data = open_data(path)
+    assert data.read(np.arange(3))["x"].tolist() == [0, 1, 2]
+    os.truncate(path, 200_000)
+    with pytest.raises(InputError, match=r"a\.arrow has changed since it was opened"):
+        data.read(np.arange(len(data)))

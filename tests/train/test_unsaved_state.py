@@ -7,7 +7,6 @@ import ctypes
 import enum
 import io
 import itertools
-import multiprocessing
 import queue
 import random
 import re
@@ -16,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
+from multiprocessing.sharedctypes import synchronized
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -123,7 +123,7 @@ KEEPERS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
     "functions in a dict": ({"note": History().note}, lambda kept: kept["note"]()),
     "array of a megabyte": (np.zeros(1 << 17), lambda kept: kept.__setitem__(1 << 16, 1.0)),
     "number of C": (ctypes.c_int(0), lambda kept: setattr(kept, "value", 1)),
-    "shared number": (multiprocessing.Value("i", 0), lambda kept: setattr(kept, "value", 1)),
+    "shared number": (synchronized(ctypes.c_int(0)), lambda kept: setattr(kept, "value", 1)),
     "generator function": (count_on(), next),
     "text in memory": (io.StringIO(), lambda kept: kept.write("a")),
     "object": (History(), lambda kept: kept.note()),

@@ -548,10 +548,6 @@ def _list_parts(value: Any, saved: set[int]) -> Iterable[Any]:
         return _take_ends(value)
     if isinstance(value, MethodType):
         return (value.__self__,)
-    if isinstance(value, GeneratorType) and value.gi_frame:
-        return (value.gi_frame.f_locals,)
-    if hasattr(value, "get_obj"):  # a number that processes share
-        return (bytes(value.get_obj()),)
     if hasattr(value, "state_dict") and not isinstance(value, type):
         if id(getattr(value, "state", None)) in saved:  # of an optimizer around the job's own
             return ()
@@ -565,8 +561,15 @@ def _list_parts(value: Any, saved: set[int]) -> Iterable[Any]:
 
 
 def _read_reduced(value: Any) -> tuple[Any, ...]:
-    """Return what pickle would save of an iterator, a queue or a namespace; of others nothing."""
+    """Return what pickle would save of an iterator, a queue or a namespace; of others nothing.
+
+    It saves nothing of a generator, or of a number that processes share.
+    """
+    if isinstance(value, GeneratorType):
+        return (value.gi_frame and value.gi_frame.f_locals,)
     is_plain = isinstance(value, (type, *COMPARED_TYPES))
+    if hasattr(value, "get_obj") and not is_plain:
+        return (bytes(value.get_obj()),)
     if type(value).__module__ in DATA_MODULES and not is_plain:
         with suppress(Exception), warnings.catch_warnings():  # a lock, an open file, a function
             warnings.simplefilter("ignore")

@@ -20,7 +20,10 @@ SAVED_STATE = "state.json"  # of a folder that Hugging Face's save_to_disk has w
 SPLIT_NAMES = "trainval|training|train|testing|test|evaluation|eval|validation|valid|val|dev"
 SPLIT = re.compile(rf"(?<![a-z])(?:{SPLIT_NAMES})(?![a-z])", re.IGNORECASE)
 PARTITION = re.compile(r"(?:^|/)([^/=]+)=[^/]*/")
-PART = re.compile(r"(?<![0-9])([0-9]+)-of-([0-9]+)(?![0-9])")  # as Hugging Face calls files
+# As Hugging Face and TensorFlow call files.
+PART = re.compile(
+    r"(?P<begin>.*(?<![0-9]))(?P<number>[0-9]+)-of-(?P<count>[0-9]+)(?![0-9])", re.DOTALL
+)
 MAX_PARTS = 100_000  # of which one may be missing
 HIDDEN_NAME = re.compile(r"(?:^|/)(?:\.|__MACOSX(?:/|$))")  # files that no folder or pattern names
 # Of files that other programs have not finished, or keep for themselves: Spark, Delta, datasets.
@@ -147,30 +150,35 @@ def validate_distinct(names: list[str]) -> None:
             name_by_file[key] = name
 
 
-def validate_all_parts(path: str, names: list[str]) -> None:
-    """Raise InputError if the names of files tell of another one, as 1-of-3 and 2-of-3 do.
+def validate_all_parts(paths: list[str], names: list[str]) -> None:
+    """Validate that the names of files tell of no other one, as 1-of-3 and 2-of-3 do.
 
     Args:
-        path: A folder, or a pattern, which may leave it out.
-        names: The files in it.
+        paths: Folders, files, and patterns, which may leave a part out.
+        names: The files that they name.
+
+    Raises:
+        InputError: A part is missing that a folder or a pattern would have named.
     """
-    found: dict[tuple[str, str], set[str]] = {}
-    for name in names:
-        if part := PART.search(name):
-            # What follows the number may be a hash of the file.
-            key = (name[: part.start()], f"-of-{part[2]}")
-            found.setdefault(key, set()).add(part[1])
-    for (begin, end), numbers in found.items():
-        width = len(min(numbers))
-        first = min(1, *map(int, numbers))
-        for number in range(first, first + min(int(end[4:]), MAX_PARTS)):
-            part_name = f"{begin}{number:0{width}}{end}"
-            is_named = is_folder(path) or fnmatch(part_name + names[0][len(part_name) :], path)
-            if is_named and f"{number:0{width}}" not in numbers:
+    found: dict[tuple[str, str], dict[int, re.Match[str]]] = {}
+    for part in filter(None, map(PART.match, names)):
+        found.setdefault((part["begin"], part["count"]), {})[int(part["number"])] = part
+    for (begin, count), parts in found.items():
+        first, other = min(parts.items())
+        first = min(1, first)
+        for number in range(first, first + min(int(count), MAX_PARTS)):
+            name = f"{begin}{number:0{len(other['number'])}}-of-{count}"
+            whole_name = name + other.string[other.end() :]  # but for a hash of the file
+            if number not in parts and any(_may_name(path, whole_name) for path in paths):
                 raise InputError(
-                    f"{part_name} is not there, beside {len(numbers)} other parts",
+                    f"{name} is not there, beside {len(parts)} of these parts",
                     "copy it too; or give a list of the files to read",
                 )
+
+
+def _may_name(path: str, name: str) -> bool:
+    """Tell whether a folder or a pattern names a file that is missing."""
+    return name.startswith(f"{path.rstrip('/')}/") or fnmatch(name, path)
 
 
 def is_folder(path: str) -> bool:

@@ -158,8 +158,7 @@ def open_named(paths: list[str], format: str | None, options: OpenOptions) -> Op
     if not names:
         raise InputError(f"{paths[0]} holds no files", DATA_HINT)
     validate_distinct(names)
-    for path in paths:
-        validate_all_parts(path, names)
+    validate_all_parts(paths, names)
     for path in filter(is_folder, paths):
         validate_finished(path, relate(listed, path))
         if chosen != IMAGE_FOLDER:  # whose own names say nothing

@@ -46,12 +46,15 @@ def _open_parquet_file(file: DataFile) -> Any:
 
 
 def _validate_single(file: DataFile, metadata: Any) -> None:
-    """Raise InputError if a file was joined of several, of which one would be read.
+    """Validate that a file is one: only indexes lie between its columns and its metadata.
 
-    Only the indexes of its pages may lie between the columns and the metadata.
+    Raises:
+        InputError: It was joined of several, of which one would be read.
     """
     groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
-    columns = [groups[-1].column(number) for number in range(metadata.num_columns)] if groups else []
+    columns = (
+        [groups[-1].column(number) for number in range(metadata.num_columns)] if groups else []
+    )
     starts = [each.dictionary_page_offset or each.data_page_offset for each in columns]
     sizes = [each.total_compressed_size for each in columns]
     end = max(map(add, starts, sizes), default=0)
