@@ -30,10 +30,12 @@ from stepladder import InputError, Job, Settings, Trainer, World
 from stepladder.rank.torch_fixes import FakeStore
 from stepladder.train.comm import Comm
 from stepladder.train.evaluation import _compute_batch
+from stepladder.train.kept_state import KeptState
 from stepladder.train.layout.base import HiddenState
 from stepladder.train.pretended_ranks import refuse_collectives
+from stepladder.train.reached_values import MAX_ENDS
 from stepladder.train.sync.base import StepResult
-from stepladder.train.unsaved_state import MAX_ENDS, UnsavedState
+from stepladder.train.unsaved_state import UnsavedState
 
 
 def make_job() -> Job:
@@ -241,6 +243,37 @@ def test_what_the_loss_keeps_between_calls_is_told_once(
     errors = capsys.readouterr().err
     assert errors.count("each call of the loss changes the") == bool(name)
     assert name in errors
+
+
+def test_what_a_function_in_place_of_a_step_counts_is_refused() -> None:
+    job = make_job()
+    calls: list[int] = []
+    plain_step = job.optimizer.step
+
+    def counted_step(closure: Any = None) -> Any:
+        calls.append(1)
+        return plain_step(closure)
+
+    job.optimizer.step = counted_step  # type: ignore[method-assign]
+    with pytest.raises(InputError, match=r"the variable calls of .*counted_step, which"):
+        step(job)
+
+
+def test_an_object_of_a_library_may_hold_the_weights() -> None:
+    job = make_job()
+    loader = torch.utils.data.DataLoader(list(job.model.parameters()))  # type: ignore[arg-type]
+    register(job, lambda *args: (loader, clip(*args))[1])
+    step(job)
+
+
+def test_what_a_hook_of_the_forward_pass_counts_is_told() -> None:
+    job = make_job()
+    calls = itertools.count()
+    job.model.register_forward_pre_hook(lambda *_: next(calls) and None)
+    kept = KeptState(job)
+    before = kept.read()
+    job.model(job.train_data)
+    assert kept.read() != before
 
 
 class DropoutSchedule(torch.optim.lr_scheduler.StepLR):

@@ -24,8 +24,8 @@ from stepladder.train.batch_reader import BatchReader
 from stepladder.train.comm import Comm
 from stepladder.train.fingerprints import HASH_BYTES, find_minority, fingerprint
 from stepladder.train.generators import seed_generators
+from stepladder.train.kept_state import KeptState
 from stepladder.train.pretended_ranks import pretend_more_ranks
-from stepladder.train.unsaved_state import KeptState
 
 REREAD_SEED = 1
 VERIFY_HINT = "stepladder verify JOB names the cause"

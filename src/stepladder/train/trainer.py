@@ -37,6 +37,7 @@ from stepladder.train.forward_buffers import ForwardBuffers
 from stepladder.train.generators import PassGenerators, seed_generators
 from stepladder.train.group_setup import pick_device
 from stepladder.train.job import Job, Recipe
+from stepladder.train.kept_state import KeptState
 from stepladder.train.metrics.loggers import Logger
 from stepladder.train.opening import open_session
 from stepladder.train.optimizers import is_from_torch, list_optimizers
@@ -69,7 +70,7 @@ from stepladder.train.step_listener import LoopListener
 from stepladder.train.sync.base import Backward, StepResult
 from stepladder.train.sync.exact import ExactSync
 from stepladder.train.train_result import TrainResult
-from stepladder.train.unsaved_state import KeptState, UnsavedState
+from stepladder.train.unsaved_state import UnsavedState
 from stepladder.train.weight_guard import PassGuard
 from stepladder.train.weight_update import WeightUpdate
 

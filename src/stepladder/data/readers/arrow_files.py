@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from functools import lru_cache, partial
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -27,11 +26,12 @@ STREAM_MARK = b"\xff" * 4  # which streams of Arrow before 0.15 lack
 
 def open_arrow_files(files: list[DataFile], options: OpenOptions) -> TableSource:
     """Return the rows of Arrow files, streams as well as random access files."""
-    map_again = lru_cache(OPEN_ARROW_FILES)(_map_arrow)
+    map_again = lru_cache(OPEN_ARROW_FILES)(lambda number: _map_arrow(files[number]))
 
     def open_again(number: int) -> Any:
         # The kernel ends a process that reads what is no longer there of a mapped file.
-        return map_again(files[number], files[number].get_path())
+        files[number].get_path()
+        return map_again(number)
 
     def list_groups(number: int) -> tuple[Any, Groups]:
         file = files[number]
@@ -56,10 +56,10 @@ def _list_local_batches(file: DataFile, open_again: Callable[[], Any]) -> Groups
         first_row += len(batch)
 
 
-def _map_arrow(file: DataFile, path: Path) -> Any:
+def _map_arrow(file: DataFile) -> Any:
     """Return all rows of a file as a table, in the kernel's memory."""
     with as_input_error(f"{file.name} cannot be used", DAMAGE_HINT, PARQUET_DAMAGE):
-        source = pa.memory_map(str(path))
+        source = pa.memory_map(str(file.get_path()))
         head = file.read(0, min(len(ARROW_FILE_MAGIC), file.size))
         is_file = head == ARROW_FILE_MAGIC
         opened = pa.ipc.open_file(source) if is_file else pa.ipc.open_stream(source)
