@@ -65,8 +65,8 @@ byte order mark before a CSV file with `header=` became part of its first value.
 
 An eighth trial, of 132 other kinds, ended 15 times in another hash without a word, and once with a traceback. Refused now is what a step keeps in objects of libraries (numbers of C or shared by processes, a text in
 memory, a table, a large array), in a generator, in an optimizer's `defaults` or in its state under a word, or that a function in place of the step keeps. A line now names what each call of a loss changes, as a counter of
-the loss, a parametrization, a forward hook or a function of autograd that acts after many calls. Three are left: the attribute of a logger, a semaphore, and a loss that clears the optimizer's momentum. Of 204 files and changes of
-files, 2 were misread: Parquet files joined into one, and a folder that lacks one of its numbered parts. An Arrow file cut while it was read ended the process with SIGBUS. Of 21 scripts that are not distributed, five were
+the loss, a parametrization, a forward hook or a function of autograd that acts after many calls. Three are left: the attribute of a logger, a semaphore, and a loss that clears the optimizer's momentum. Of 209 files and changes of
+files, 5 were misread: files of Parquet, Arrow, HDF5 and NumPy joined into one, and a folder that lacks one of its numbered parts. An Arrow file cut while it was read ended the process with SIGBUS. Of 21 scripts that are not distributed, five were
 trained twice without a word: one with a group for each rank (refused now), two in a process that the script starts, and two with an update written by hand.
 
 Not seen by `--sync exact`: state that changes no loss, gradient or metric in the microbatches that are computed again, as a noise that grows with every 40 calls, or a counter of rare samples (a line names both); what a loss

@@ -9,6 +9,7 @@ import tarfile
 import zlib
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -510,13 +511,53 @@ def test_a_copy_of_a_file_is_not_read_as_more_samples(
             assert len(open_data(tmp_path / pattern)) == 2 * rows + 1
 
 
-def test_parquet_files_that_were_joined_into_one_are_refused(tmp_path: Path) -> None:
-    for name, begin in (("a", 0), ("b", 500)):
-        pq.write_table(pa.table({"x": list(range(begin, begin + 100))}), tmp_path / name)
-    path = tmp_path / "joined.parquet"
-    path.write_bytes((tmp_path / "a").read_bytes() + (tmp_path / "b").read_bytes())
-    with pytest.raises(InputError, match=r"joined.parquet was joined of several files"):
-        open_data(path)
+def write_parquet_rows(path: Path, values: Any) -> None:
+    pq.write_table(pa.table({"x": values}), path)
+
+
+def write_feather(path: Path, values: Any) -> None:
+    table = pa.table({"x": values})
+    with pa.ipc.new_file(path, table.schema) as out:
+        out.write_table(table)
+
+
+def write_hdf5(path: Path, values: Any, version: str = "earliest") -> None:
+    with h5py.File(path, "w", libver=version) as file:
+        file["x"] = values
+
+
+def write_npz(path: Path, values: Any) -> None:
+    with path.open("wb") as file:
+        np.savez(file, x=values)
+
+
+@pytest.mark.parametrize(
+    ("suffix", "write", "read", "message"),
+    [
+        ("parquet", write_parquet_rows, open_data, "was joined of several files"),
+        ("feather", write_feather, open_data, "bytes follow the end of its stream"),
+        ("h5", write_hdf5, Shards, "several files were joined into it"),
+        ("h5", partial(write_hdf5, version="latest"), Shards, "several files were joined into it"),
+        ("npz", write_npz, describe_data, "another file lies before its arrays"),
+    ],
+    ids=["Parquet", "Arrow", "HDF5", "HDF5 of a later version", "NPZ"],
+)
+def test_files_that_were_joined_into_one_are_refused(
+    suffix: str,
+    write: Callable[[Path, Any], None],
+    read: Callable[[Path], Any],
+    message: str,
+    tmp_path: Path,
+) -> None:
+    names = [tmp_path / "folder" / f"{number}.{suffix}" for number in range(2)]
+    names[0].parent.mkdir()
+    for number, name in enumerate(names):
+        write(name, np.arange(500 * number, 500 * number + 100))
+        read(name)
+    path = tmp_path / f"joined.{suffix}"
+    path.write_bytes(b"".join(map(Path.read_bytes, names)))
+    with pytest.raises(InputError, match=f"joined.{suffix}.*{message}"):
+        read(path)
 
 
 @pytest.mark.parametrize(

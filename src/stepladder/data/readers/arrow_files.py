@@ -12,6 +12,7 @@ import pyarrow as pa
 from stepladder.core.errors import as_input_error
 from stepladder.data.readers.arrow_stream import (
     ARROW_FILE_MAGIC,
+    FILE_PREFIX_BYTES,
     list_messages,
     list_remote_batches,
 )
@@ -46,9 +47,11 @@ def _list_local_batches(file: DataFile, open_again: Callable[[], Any]) -> Groups
     """Yield the record batches of a file.
 
     Raises:
-        InputError: A stream has no end, which pyarrow takes for one, or bytes after it.
+        InputError: Its messages have no end, which pyarrow takes for one, or bytes after it.
     """
-    if file.read(0, min(len(STREAM_MARK), file.size)) == STREAM_MARK:
+    head = file.read(0, min(FILE_PREFIX_BYTES + len(STREAM_MARK), file.size))
+    begin = FILE_PREFIX_BYTES if head.startswith(ARROW_FILE_MAGIC) else 0
+    if head.startswith(STREAM_MARK, begin):
         deque(list_messages(file), maxlen=0)
     first_row = 0
     for batch in open_again().to_batches():

@@ -26,6 +26,8 @@ ARROW_FILE_MAGIC = b"ARROW1"
 FILE_PREFIX_BYTES = 8  # the magic, and two bytes that fill it up
 CONTINUATION = 0xFFFFFFFF
 MESSAGE_PREFIX = struct.Struct("<II")
+FILE_END = struct.Struct("<i6s")  # the size of the footer, and the magic
+MAX_PADDING_BYTES = 64
 SCHEMA = 1
 RECORD_BATCH = 3
 # The numbers of the fields of Message and of RecordBatch, in Arrow's Message.fbs.
@@ -108,7 +110,9 @@ def list_messages(file: DataFile) -> Iterator[_Message]:
         problem = f"{file.name} cannot be used: its message at byte {begin:,} is damaged or missing"
         raise InputError(problem, DAMAGE_HINT) from error
     end = begin + MESSAGE_PREFIX.size
-    if not is_file and end != file.size:
+    if is_file:  # the end of one has a footer, which tells where messages are
+        end += FILE_END.unpack(file.read(file.size - FILE_END.size, file.size))[0] + FILE_END.size
+    if not 0 <= file.size - end <= is_file * MAX_PADDING_BYTES:
         problem = f"{file.name}: {file.size - end:,} bytes follow the end of its stream"
         raise InputError(problem, "a file with one stream, or several in a list")
 

@@ -125,6 +125,8 @@ def npz_table(path: Path, names: tuple[str, ...]) -> Table:
     with as_input_error(f"cannot use {path}", REPAIR_HINT, (*ARRAY_DAMAGE, ValueError)):
         with zipfile.ZipFile(path) as archive:
             members = [name for name in archive.namelist() if name.endswith(".npy")]
+            if min((each.header_offset for each in archive.infolist()), default=0):
+                raise ValueError("another file lies before its arrays")
         known = [member.removesuffix(".npy") for member in members]
         selected = tables.select_columns(names, known, path)
         arrays = {name: _find_npy(path, f"{name}.npy") for name in selected}

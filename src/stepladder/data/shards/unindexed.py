@@ -25,6 +25,12 @@ from stepladder.data.shards.shard import (
 )
 from stepladder.data.table import Column, input_error, row_bytes
 
+H5_MAGIC = b"\x89HDF\r\n\x1a\n"
+# Where the superblock of a file has the address of its end, by the superblock's version.
+HEAD_BYTES = 64
+END_PLACES = {0: 40, 1: 44}
+LATER_END_PLACE = 28
+
 
 def inspect_files(
     path: Path, names: tuple[str, ...] | None
@@ -84,6 +90,7 @@ def _inspect_file(file: Path, names: tuple[str, ...] | None) -> tuple[dict[str, 
         as_input_error(f"cannot read {file} as HDF5", "write the file again", H5_ERRORS),
         open_h5(file) as h5,
     ):
+        _validate_single(file, h5.userblock_size)
         arrays = {name: array for name, array in h5.items() if not names or name in names}
         columns = {name: _find_column(file, name, array) for name, array in arrays.items()}
         paths = {path for array in arrays.values() for path in _find_linked(array)}
@@ -98,6 +105,17 @@ def _inspect_file(file: Path, names: tuple[str, ...] | None) -> tuple[dict[str, 
     return columns, Shard(
         file, lengths[largest], chunk_rows, modified_ns=modified_ns, linked=linked
     )
+
+
+def _validate_single(file: Path, begin: int) -> None:
+    """Raise InputError if another HDF5 file follows in a file, of which nothing would be read."""
+    with file.open("rb") as stream:
+        stream.seek(begin)
+        head = stream.read(HEAD_BYTES)
+        place = END_PLACES.get(head[len(H5_MAGIC)], LATER_END_PLACE)
+        stream.seek(begin + int.from_bytes(head[place : place + 8], "little"))
+        if stream.read(len(H5_MAGIC)) == H5_MAGIC:
+            raise input_error(file, "several files were joined into it", "these files in a folder")
 
 
 def _find_column(file: Path, name: str, array: Any) -> Column:
