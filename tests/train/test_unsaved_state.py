@@ -262,7 +262,7 @@ def test_what_a_function_in_place_of_a_step_counts_is_refused() -> None:
 def test_an_object_of_a_library_may_hold_the_weights() -> None:
     job = make_job()
     loader = torch.utils.data.DataLoader(list(job.model.parameters()))  # type: ignore[arg-type]
-    register(job, lambda *args: (loader, clip(*args))[1])
+    register(job, lambda *args: (loader, job, clip(*args))[2])
     step(job)
 
 
