@@ -27,7 +27,7 @@ from stepladder.data.table import Column, input_error, row_bytes
 
 H5_MAGIC = b"\x89HDF\r\n\x1a\n"
 # Where the superblock of a file has the address of its end, by the superblock's version.
-HEAD_BYTES = 64
+SUPERBLOCK_BYTES = 64
 END_PLACES = {0: 40, 1: 44}
 LATER_END_PLACE = 28
 
@@ -111,7 +111,7 @@ def _validate_single(file: Path, begin: int) -> None:
     """Raise InputError if another HDF5 file follows in a file, of which nothing would be read."""
     with file.open("rb") as stream:
         stream.seek(begin)
-        head = stream.read(HEAD_BYTES)
+        head = stream.read(SUPERBLOCK_BYTES)
         place = END_PLACES.get(head[len(H5_MAGIC)], LATER_END_PLACE)
         stream.seek(begin + int.from_bytes(head[place : place + 8], "little"))
         if stream.read(len(H5_MAGIC)) == H5_MAGIC:
