@@ -460,6 +460,7 @@ class OptimizerStep(ProbeEvent, kind="step"):
     step: int  # the number of the step
     lr: list[float]  # the learning rates
     numel: int  # the number of weights
+    first_lr: float = 0.0  # the learning rate that the optimizer was made with
     after: Digests = field(default_factory=dict)  # of weights; empty, as all below, without hashes
     state: Digests = field(default_factory=dict)  # the hashes of the optimizer's states
     buffers: Digests = field(default_factory=dict)  # the hashes of the models' buffers

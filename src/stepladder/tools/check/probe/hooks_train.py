@@ -355,6 +355,7 @@ def record_after_step(optimizer: Any, *_: Any) -> None:
         "optimizer": number,
         "step": step,
         "lr": [float(group.get("lr", 0.0)) for group in optimizer.param_groups],
+        "first_lr": float(optimizer.defaults.get("lr", 0.0)),
         "numel": sum(parameter.numel() for parameter in parameters),
     }
     if is_recorded_fully(step):

@@ -9,7 +9,7 @@ from importlib.resources import files
 
 from stepladder.core.numbers import format_count
 from stepladder.tools.check import relations
-from stepladder.tools.check.relations import gradients, samples_read, shown
+from stepladder.tools.check.relations import gradients, rates, samples_read, shown
 from stepladder.tools.check.relations.facts import facts_of
 from stepladder.tools.check.relations.frozen_runs import FrozenRuns, FrozenScript, Violation
 from stepladder.tools.check.rules.all_rules import names_of
@@ -68,14 +68,21 @@ RELATIONS = (
         gradients.violations,
         gradients.count_compared,
         "step",
-        "gradients: with the same weights, the mean of {} is that of one process",
+        "gradients: with the same weights, the mean of {} is that of {}",
+    ),
+    Relation(
+        "learning-rate",
+        rates.violations,
+        rates.count_compared,
+        "optimizer",
+        "learning rate: after the same samples, that of {} is as on {}",
     ),
     Relation(
         "shown-numbers",
         shown.violations,
         shown.count_compared,
         "line",
-        "numbers: with the same weights, {} as on one process",
+        "numbers: with the same weights, {} as on {}",
         frozenset({"padded-evaluation", "mean-of-means warning"}),
     ),
 )
@@ -115,6 +122,9 @@ def compare_with_one_process(
     relations = [relation for relation in RELATIONS if relation.name not in causes]
     runs, violations = compare_runs(script, relations)
     held = describe_not_compared(causes)
+    if len(runs.reference.ranks) > 1:
+        count = len(runs.compared.ranks)
+        held.append(f"the script needs several processes: {count} are compared with {runs.base}")
     compared = RunEvidence(runs.compared, evidence.source)
     if any(same_samples(compared)):
         held.append("not compared with one process: ranks read the same samples")
@@ -124,7 +134,7 @@ def compare_with_one_process(
     kinds = {violation.relation for violation in violations}
     for relation in relations:
         if relation.name not in kinds and (count := relation.count(runs)):
-            held.append(relation.holds.format(format_count(count, relation.unit)))
+            held.append(relation.holds.format(format_count(count, relation.unit), runs.base))
     findings = [finding_of(violation, runs, evidence) for violation in violations]
     findings += shared_gpus(compared)
     return Comparison(findings, held=held)
@@ -154,7 +164,7 @@ def finding_of(violation: Violation, runs: FrozenRuns, evidence: RunEvidence) ->
     """Return the finding of a violation, by the first explanation whose facts are all true."""
     # Its lines are those of the copy in which it ran.
     location = RunEvidence(runs.compared, evidence.source).location(violation.line)
-    facts = {violation.relation, *facts_of(violation, evidence)}
+    facts = {violation.relation, *facts_of(violation, runs, evidence)}
     fitting = (each for each in EXPLANATIONS if facts.issuperset(each.when))
     explanation = next(fitting, LikelyCause(violation.relation, ()))
     return CHECK_TEXTS.finding(explanation.rule, location, violation.evidence, explanation.severity)

@@ -1,9 +1,9 @@
 """Runs with frozen weights: the script on one process and on all ranks.
 
-- `reference`: one process.
-- `compared`: all ranks.
+- `reference`: one process. Where the script needs several: all ranks.
+- `compared`: all ranks. Where the script needs several: twice as many.
 
-Where these differ, two more runs on one process tell which differences count:
+Where these differ, two more runs of the first kind tell which differences count:
 
 - `shuffled`: other random numbers after the weights were made, and a faster clock. What differs
   from the reference may legally differ.
@@ -14,7 +14,7 @@ Where these differ, two more runs on one process tell which differences count:
 from __future__ import annotations
 
 import math
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -56,11 +56,15 @@ class NotComparable(Exception):
     Args:
         reason: Why.
         run: The recording of the run that shows it, if there is one.
+        needs_ranks: Whether the script ends, or waits, where there is one process.
     """
 
-    def __init__(self, reason: str, run: Recording | None = None) -> None:
+    def __init__(
+        self, reason: str, run: Recording | None = None, needs_ranks: bool = False
+    ) -> None:
         super().__init__(reason)
         self.run = run
+        self.needs_ranks = needs_ranks
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,16 @@ class FrozenRuns:
     compared: Recording
     shuffled: Recording | None = None
     reweighted: Recording | None = None
+
+    @property
+    def base(self) -> str:
+        """What all ranks are compared with, in words."""
+        return name_processes(len(self.reference.ranks))
+
+    @property
+    def factor(self) -> float:
+        """How many times as many ranks are compared."""
+        return len(self.compared.ranks) / len(self.reference.ranks)
 
 
 class FrozenScript:
@@ -99,13 +113,22 @@ class FrozenScript:
         self.neutral = neutral
 
     def compare(self) -> FrozenRuns:
-        """Run the script on one process and on all ranks.
+        """Run the script on one process and on all ranks, or on all and on twice as many.
 
         Raises:
             NotComparable: It does not train so.
         """
-        runs = self.run({"reference": "plain", "compared": "plain"})
-        if len(runs["compared"].ranks) != self.ranks or len(runs["reference"].ranks) != 1:
+        try:
+            return self.compare_on(1, self.ranks)
+        except NotComparable as error:
+            if error.needs_ranks:
+                with suppress(NotComparable):
+                    return self.compare_on(self.ranks, 2 * self.ranks)
+            raise
+
+    def compare_on(self, base: int, ranks: int) -> FrozenRuns:
+        runs = self.run({"reference": "plain", "compared": "plain"}, base, ranks)
+        if len(runs["compared"].ranks) != ranks or len(runs["reference"].ranks) != base:
             raise NotComparable("the script cannot be run on one process")
         return FrozenRuns(**runs)
 
@@ -115,41 +138,51 @@ class FrozenScript:
         Raises:
             NotComparable: The script does not train so.
         """
-        return replace(runs, **self.run({"shuffled": "shuffled", "reweighted": "reweighted"}))
+        base = len(runs.reference.ranks)
+        variants: dict[str, Variant] = {"shuffled": "shuffled", "reweighted": "reweighted"}
+        return replace(runs, **self.run(variants, base))
 
-    def run(self, variants: dict[str, Variant]) -> dict[str, Recording]:
+    def run(self, variants: dict[str, Variant], base: int, ranks: int = 0) -> dict[str, Recording]:
         """Run the script in several variants, each in a copy of its own.
 
         They run at once. Where one fails they run one by one: two may serve at one port.
+
+        Args:
+            variants: How the weights are treated in each run, by its name.
+            base: The number of processes of the runs that are compared with.
+            ranks: The number of processes of the run that is compared.
         """
-        prefix = "neutral" if self.neutral else "frozen"
-        outcomes = self.run_at_once(variants, prefix)
-        if len(variants) > 1 and any(outcome.failed for outcome, _ in outcomes.values()):
-            for name, variant in variants.items():
-                outcomes |= self.run_at_once({name: variant}, f"{prefix}-alone")
+        prefix = f"{'neutral' if self.neutral else 'frozen'}-{base}"
+        starts = {
+            name: (kind, ranks if name == "compared" else base) for name, kind in variants.items()
+        }
+        outcomes = self.run_at_once(starts, prefix)
+        if len(starts) > 1 and any(outcome.failed for outcome, _ in outcomes.values()):
+            for name, start in starts.items():
+                outcomes |= self.run_at_once({name: start}, f"{prefix}-alone")
         recordings = {}
         for name, (outcome, recording) in outcomes.items():
             if reason := reason_against(outcome, self.launch.timeout_s):
                 text = f"with frozen weights ({name}) the script {reason}"
-                raise NotComparable(text, recording)
+                needs_ranks = name == "reference" and base == 1 and not outcome.late
+                raise NotComparable(text, recording, needs_ranks)
             recordings[name] = recording
         return recordings
 
     def run_at_once(
-        self, variants: dict[str, Variant], prefix: str
+        self, starts: dict[str, tuple[Variant, int]], prefix: str
     ) -> dict[str, tuple[LaunchOutcome, Recording]]:
         with ExitStack() as stack:
             launches = {}
-            for name, variant in variants.items():
+            for name, (variant, nproc) in starts.items():
                 folders = replace(
                     self.launch.sandbox.folders, copy=self.scratch / f"{prefix}-{name}"
                 )
                 sandbox = stack.enter_context(closing(Sandbox(folders)))
-                nproc = self.launch.nproc if name == "compared" else 1
                 launches[f"{prefix}-{name}"] = self.launch_of(variant, sandbox, nproc)
             outcomes = run_together(launches)
         recorded = {}
-        for name, (key, launch) in zip(variants, launches.items(), strict=True):
+        for name, (key, launch) in zip(starts, launches.items(), strict=True):
             outcome = outcomes[key]
             settings = launch.settings
             recording = read_recording(outcome.folder, settings.original, settings.copy)
@@ -172,6 +205,10 @@ class FrozenScript:
             nproc=nproc,
             nodes=1,  # so each rank has a local rank of its own, and a GPU
         )
+
+
+def name_processes(number: int) -> str:
+    return "one process" if number == 1 else f"{number} processes"
 
 
 def reason_against(outcome: LaunchOutcome, timeout_s: float) -> str:

@@ -7,9 +7,10 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
+from statistics import fmean
 
 from stepladder.tools.check.events import BeforeStep, Fetch, MeanGradient, OptimizerStep
-from stepladder.tools.check.recording import RankLog
+from stepladder.tools.check.recording import RankLog, Recording
 from stepladder.tools.check.relations.frozen_runs import SAME_RATIO, FrozenRuns, Violation
 from stepladder.tools.check.relations.samples_read import training_samples, trains_one_data_set
 from stepladder.tools.check.rules.model import is_sharded
@@ -59,6 +60,22 @@ def read_gradients(log: RankLog) -> dict[int, Gradient]:
     return gradients
 
 
+def gradients_of_run(run: Recording) -> dict[int, Gradient]:
+    """Return the mean gradients over all ranks, by the number of the optimizer."""
+    by_rank = [read_gradients(log) for log in run.ranks]
+    merged = {}
+    for number, first in by_rank[0].items():
+        parts = [gradients[number] for gradients in by_rank if number in gradients]
+        mean = {
+            name: [fmean(values) for values in zip(*vectors, strict=False)]
+            for name in first.mean
+            if (vectors := [part.mean[name] for part in parts if name in part.mean])
+        }
+        rows = sum(part.rows for part in parts)
+        merged[number] = replace(first, mean=mean, rows=rows)
+    return merged
+
+
 def common_elements(first: Vector, second: Vector) -> Pairs:
     """Return the elements that both have, in pairs."""
     names = sorted(first.keys() & second.keys())
@@ -84,8 +101,8 @@ def violations(runs: FrozenRuns, has_same_batches: bool = False) -> Iterator[Vio
         has_same_batches: Whether all ranks together have the batches of one process. If nothing is
             drawn in the training, the gradients are then the same but for rounding.
     """
-    reference = read_gradients(runs.reference.ranks[0])
-    shuffled = read_gradients((runs.shuffled or runs.reference).ranks[0])
+    reference = gradients_of_run(runs.reference)
+    shuffled = gradients_of_run(runs.shuffled or runs.reference)
     samples = training_samples(runs.reference)
     compared = training_samples(runs.compared)
     if not are_comparable(runs):
@@ -101,7 +118,7 @@ def violations(runs: FrozenRuns, has_same_batches: bool = False) -> Iterator[Vio
                 continue
             has_same_rows = rows[number] == reference[number].rows  # not of an evaluation, too
             pair = (reference[number], shuffled[number])
-            violation = compare(*pair, gradient, moved, is_exact and has_same_rows)
+            violation = compare(*pair, gradient, moved, is_exact and has_same_rows, runs.base)
             if has_same_batches:
                 violation = violation or find_lost(*pair, gradient)
             if violation and not is_scaled_by_rate(runs, rank, number, violation.ratio):
@@ -130,7 +147,7 @@ def count_compared(runs: FrozenRuns) -> int:
     """Return how many steps of one process can be compared."""
     if not are_comparable(runs):
         return 0
-    return sum(gradient.steps for gradient in read_gradients(runs.reference.ranks[0]).values())
+    return sum(gradient.steps for gradient in gradients_of_run(runs.reference).values())
 
 
 def are_comparable(runs: FrozenRuns) -> bool:
@@ -181,6 +198,7 @@ def compare(
     gradient: Gradient,
     moved: float | None,
     is_exact: bool = False,
+    base: str = "one process",
 ) -> Violation | None:
     """Return how a rank's mean gradient differs from that of one process.
 
@@ -190,6 +208,7 @@ def compare(
         gradient: That of the rank.
         moved: The share of samples that were read more or less often on all ranks.
         is_exact: Whether both are the same but for rounding.
+        base: What the rank is compared with, in words.
     """
     norm = reference.norm
     pairs = common_elements(reference.mean, gradient.mean)
@@ -209,8 +228,8 @@ def compare(
         f"{name:30} differs by {100 * share:.3g} %" for name, share in others(reference, gradient)
     ]
     text = (
-        f"with the same weights the mean gradient of all steps is {ratio:.3g} times that of one "
-        f"process, and differs by {100 * difference:.3g} %; other random numbers change it by "
+        f"with the same weights the mean gradient of all steps is {ratio:.3g} times that of "
+        f"{base}, and differs by {100 * difference:.3g} %; other random numbers change it by "
         f"{100 * noise:.2g} %"
     )
     if is_exact:

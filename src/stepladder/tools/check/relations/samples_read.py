@@ -65,7 +65,7 @@ def trains_one_data_set(runs: FrozenRuns) -> bool:
 
 def is_part(runs: FrozenRuns, passes_of: Callable[[RankLog], list[LoaderPass]]) -> bool:
     """Return whether the samples of these passes are those of one process, on each rank."""
-    reference = SamplesRead.read(passes_of(runs.reference.ranks[0]))
+    reference = SamplesRead.read(p for log in runs.reference.ranks for p in passes_of(log))
     return all(SamplesRead.read(passes_of(log)).is_of(reference) for log in runs.compared.ranks)
 
 
@@ -101,6 +101,6 @@ def violations(runs: FrozenRuns) -> Iterator[Violation]:
             "samples",
             passes[0].loader_line,
             len(missing) / remainder,
-            f"{len(missing)} of the {len(reference.counts)} samples that one process trains are "
-            f"read by none of several ranks, such as {shown}",
+            f"{len(missing)} of the {len(reference.counts)} samples that are trained on "
+            f"{runs.base} are read by none of {len(runs.compared.ranks)} ranks, such as {shown}",
         )

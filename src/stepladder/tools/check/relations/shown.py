@@ -16,7 +16,7 @@ from decimal import Decimal
 from statistics import fmean, pstdev
 
 from stepladder.tools.check.events import Forward, ShownText
-from stepladder.tools.check.recording import RankLog
+from stepladder.tools.check.recording import RankLog, Recording
 from stepladder.tools.check.relations.frozen_runs import FrozenRuns, Violation
 from stepladder.tools.check.relations.samples_read import are_of_one_data_set
 from stepladder.tools.probe.events import CodeLine
@@ -76,6 +76,17 @@ def read_series(log: RankLog, with_settings: bool = False) -> dict[Place, Series
     return {place: Series(tuple(v), resolutions[place]) for place, v in values.items()}
 
 
+def series_of_run(run: Recording) -> dict[Place, Series]:
+    """Return the numbers that each line shows on any rank; those of a line on several are one."""
+    merged: dict[Place, Series] = {}
+    for log in run.ranks:
+        for place, series in read_series(log).items():
+            known = merged.get(place, Series((), 0.0))
+            resolution = max(known.resolution, series.resolution)
+            merged[place] = Series(known.values + series.values, resolution)
+    return merged
+
+
 def resolution_of(text: str) -> float:
     """Return half of the last digit that is shown; 0 of an integer."""
     if "." not in text:
@@ -97,9 +108,9 @@ def compared_numbers(runs: FrozenRuns) -> Iterator[ComparedNumber]:
     """Yield the numbers that are shown in all runs, and may be made of the model's outputs."""
     if not are_of_one_data_set(runs):
         return
-    reference = read_series(runs.reference.ranks[0])
-    shuffled = read_series(runs.shuffled.ranks[0]) if runs.shuffled else None
-    reweighted = read_series(runs.reweighted.ranks[0]) if runs.reweighted else None
+    reference = series_of_run(runs.reference)
+    shuffled = series_of_run(runs.shuffled) if runs.shuffled else None
+    reweighted = series_of_run(runs.reweighted) if runs.reweighted else None
     compared = [read_series(log) for log in runs.compared.ranks]
     for place, series in reference.items():
         shown = {
@@ -125,14 +136,14 @@ def violations(runs: FrozenRuns) -> Iterator[Violation]:
     named: set[CodeLine | None] = set()
     for number in compared_numbers(runs):
         line = number.place[0]
-        violation = None if line in named else compare(number)
+        violation = None if line in named else compare(number, runs.base)
         if violation:
             named.add(line)
             yield violation
 
 
-def compare(number: ComparedNumber) -> Violation | None:
-    """Return how a number on several ranks differs from that on one process."""
+def compare(number: ComparedNumber, base: str = "one process") -> Violation | None:
+    """Return how a number on several ranks differs from that on one process, or as `base` says."""
     expected = number.reference.mean
     series_of_ranks = number.shown.values()
     spreads = [series.standard_error for series in (number.reference, *series_of_ranks)]
@@ -150,7 +161,7 @@ def compare(number: ComparedNumber) -> Violation | None:
     are_shares = len(means) > 1 and abs(fmean(means.values()) - expected) <= allowed
     if difference <= allowed or are_shares:
         return None
-    rows = [f"on one process {expected:.6g}; other random numbers change it by {noise:.1g}"]
+    rows = [f"on {base} {expected:.6g}; other random numbers change it by {noise:.1g}"]
     for rank, mean in means.items():
         row = f"on rank {rank}        {mean:.6g}"
         if expected:
