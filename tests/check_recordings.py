@@ -106,6 +106,7 @@ def step(number: int, weights: str = "", grads: str = "g", **fields: Any) -> lis
     }
     before |= {"ptrs": [1], "before": {"w": f"w{number - 1}"}, "ids": {"w": 1}, "frozen_names": []}
     after = {"k": "step", "optimizer": 0, "step": number, "lr": [0.1], "numel": 100, "frozen": 0}
+    after["first_lr"] = 0.1
     after |= {
         "after": {"w": weights},
         "state": {"w": ""},

@@ -15,7 +15,7 @@ from stepladder.tools.check.check import Report, Request, check
 from stepladder.tools.check.probe.noise import normalize_by_running_statistics
 from stepladder.tools.check.probe.patching import wrap
 from stepladder.tools.check.recording import Recording
-from stepladder.tools.check.relations import gradients, samples_read, shown
+from stepladder.tools.check.relations import gradients, rates, samples_read, shown
 from stepladder.tools.check.relations.comparison import causes_of, describe_not_compared, finding_of
 from stepladder.tools.check.relations.frozen_runs import FrozenRuns, Violation
 from stepladder.tools.check.rules.all_rules import drop_consequences, drop_known
@@ -255,6 +255,52 @@ def test_a_learning_rate_may_make_up_for_a_sum_of_gradients() -> None:
     assert list(gradients.violations(frozen(made(1.0, 0.1), summed, summed)))
 
 
+def steps_with_rates(*values: float) -> list[dict[str, Any]]:
+    return [event for number, rate in enumerate(values, 1) for event in step(number, lr=[rate])]
+
+
+@pytest.mark.parametrize(
+    ("one", "two", "is_found"),
+    [
+        ([0.1, 0.1, 0.01, 0.01], [0.1, 0.1], True),  # falls after two steps
+        ([0.1, 0.1, 0.01, 0.01], [0.1, 0.01], False),  # after an epoch
+        ([0.1, 0.1, 0.01, 0.01], [0.1, 0.1, 0.01, 0.01], False),  # a loop of four steps
+        ([0.1, 0.08, 0.06, 0.04], [0.1, 0.06], False),  # between the last two of one process
+        ([0.1, 0.08, 0.06, 0.04], [0.1, 0.09], True),
+        ([0.1, 0.1, 0.1, 0.1], [0.15, 0.2], False),  # scaled by the number of ranks
+    ],
+)
+def test_a_rate_that_falls_by_steps_is_another_one_after_the_same_samples(
+    one: list[float], two: list[float], is_found: bool
+) -> None:
+    runs = frozen(steps_with_rates(*one), *[steps_with_rates(*two)] * 2)
+    assert bool(list(rates.violations(runs))) == is_found
+
+
+@pytest.mark.parametrize(("cut", "severity"), [(False, "warning"), (True, "note")])
+def test_a_rate_of_a_run_that_was_cut_may_be_that_of_a_loop_of_steps(
+    cut: bool, severity: str
+) -> None:
+    ranks = [[*steps_with_rates(0.1, 0.1), *([{"k": "enough"}] if cut else [])]] * 2
+    runs = frozen(steps_with_rates(0.1, 0.1, 0.01, 0.01), *ranks)
+    (violation,) = rates.violations(runs)
+    finding = finding_of(violation, runs, evidence_of(*ranks))
+    assert (finding.rule, finding.severity) == ("learning-rate", severity)
+
+
+def test_twice_as_many_ranks_are_compared_where_one_process_is_too_few() -> None:
+    runs = FrozenRuns(
+        run_of([number("hits 30")], [number("hits 34")]), run_of(*[[number("hits 16")]] * 4)
+    )
+    (violation,) = shown.violations(runs)
+    assert violation.evidence.splitlines()[1].startswith("on 2 processes 32;")
+    averaged, summed = mean_gradient(1.0, 2.0), mean_gradient(2.0, 4.0)
+    runs = FrozenRuns(run_of([averaged], [averaged]), run_of(*[[summed]] * 4))
+    (violation,) = gradients.violations(runs)
+    assert "2 times that of 2 processes" in violation.evidence
+    assert finding_of(violation, runs, evidence_of([], [])).rule == "accumulation-mean"
+
+
 @pytest.mark.parametrize(
     ("gpus", "text", "rules"),
     [
@@ -378,6 +424,23 @@ def test_a_script_without_a_mistake_holds_all_relations(
         "training: 4 of 4 weight tensors changed; no loss or gradient is nan",
         "gradients: with the same weights, the mean of 24 steps is that of one process",
         "numbers: with the same weights, 1 line as on one process",
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.parametrize("mistake", [None, "counts that are not added up"])
+def test_a_script_that_needs_several_processes_is_compared_with_twice_as_many(
+    mistake: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected, changes = WRONG[mistake] if mistake else (None, {})
+    text = SCRIPT.format(**RIGHT | changes)
+    text = text.replace("torch.manual_seed(0)", "assert ranks > 1\ntorch.manual_seed(0)", 1)
+    report = run_check(tmp_path, text, monkeypatch, relations_only=True)
+    assert [finding.rule for finding in report.findings] == [expected] * bool(mistake)
+    assert report.held[5:7] == [
+        "the script needs several processes: 4 are compared with 2",
+        "gradients: with the same weights, the mean of 12 steps is that of 2 processes",
     ]
 
 

@@ -123,8 +123,8 @@ def compare_with_one_process(
     runs, violations = compare_runs(script, relations)
     held = describe_not_compared(causes)
     if len(runs.reference.ranks) > 1:
-        count = len(runs.compared.ranks)
-        held.append(f"the script needs several processes: {count} are compared with {runs.base}")
+        more, fewer = len(runs.compared.ranks), len(runs.reference.ranks)
+        held.append(f"the script needs several processes: {more} are compared with {fewer}")
     compared = RunEvidence(runs.compared, evidence.source)
     if any(same_samples(compared)):
         held.append("not compared with one process: ranks read the same samples")
