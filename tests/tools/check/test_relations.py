@@ -266,7 +266,8 @@ def steps_with_rates(*values: float) -> list[dict[str, Any]]:
         ([0.1, 0.1, 0.01, 0.01], [0.1, 0.01], False),  # after an epoch
         ([0.1, 0.1, 0.01, 0.01], [0.1, 0.1, 0.01, 0.01], False),  # a loop of four steps
         ([0.1, 0.08, 0.06, 0.04], [0.1, 0.06], False),  # between the last two of one process
-        ([0.1, 0.08, 0.06, 0.04], [0.1, 0.09], True),
+        ([0.1, 0.07, 0.04, 0.02], [0.1, 0.07], True),
+        ([0.1, 0.09, 0.05, 0.03], [0.1, 0.06], False),  # moved by a warm-up of some steps
         ([0.1, 0.1, 0.1, 0.1], [0.15, 0.2], False),  # scaled by the number of ranks
     ],
 )

@@ -8,7 +8,9 @@ from collections.abc import Iterator
 
 from stepladder.tools.check.events import OptimizerStep, ScheduleStep
 from stepladder.tools.check.recording import RankLog
-from stepladder.tools.check.relations.frozen_runs import SAME_RATIO, FrozenRuns, Violation
+from stepladder.tools.check.relations.frozen_runs import FrozenRuns, Violation
+
+CLEAR_FACTOR = 1.5  # a warm-up of a fixed number of steps moves the rest of a schedule a little
 
 Rates = dict[int, list[float]]  # by the number of the optimizer: of each step
 
@@ -47,7 +49,7 @@ def read_rates(log: RankLog) -> Rates:
 
 
 def lies_in(rate: float, rates: list[float]) -> bool:
-    return min(rates) * (1 - SAME_RATIO) <= rate <= max(rates) * (1 + SAME_RATIO)
+    return min(rates) / CLEAR_FACTOR <= rate <= max(rates) * CLEAR_FACTOR
 
 
 def count_compared(runs: FrozenRuns) -> int:
