@@ -430,19 +430,45 @@ def test_a_script_without_a_mistake_holds_all_relations(
 
 @pytest.mark.slow
 @pytest.mark.ranks
-@pytest.mark.parametrize("mistake", [None, "counts that are not added up"])
+@pytest.mark.parametrize(
+    ("reduction", "expected"),
+    [("dist.all_reduce(total)", []), ("dist.all_reduce(total[:1])", ["shown-numbers"])],
+)
 def test_a_script_that_needs_several_processes_is_compared_with_twice_as_many(
-    mistake: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    reduction: str, expected: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected, changes = WRONG[mistake] if mistake else (None, {})
-    text = SCRIPT.format(**RIGHT | changes)
+    text = SCRIPT.format(**RIGHT | {"reduction": reduction})
     text = text.replace("torch.manual_seed(0)", "assert ranks > 1\ntorch.manual_seed(0)", 1)
     report = run_check(tmp_path, text, monkeypatch, relations_only=True)
-    assert [finding.rule for finding in report.findings] == [expected] * bool(mistake)
+    assert [finding.rule for finding in report.findings] == expected
     assert report.held[5:7] == [
         "the script needs several processes: 4 are compared with 2",
         "gradients: with the same weights, the mean of 12 steps is that of 2 processes",
     ]
+
+
+SHARDED = """net
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+fully_shard(net, mesh=init_device_mesh("cpu", (ranks,)))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.parametrize(("scale", "expected"), [("1", []), ("ranks", ["accumulation-mean"])])
+def test_gradients_of_shards_are_compared_as_wholes(
+    scale: str, expected: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = SCRIPT.format(**RIGHT | {"model": SHARDED}).replace(
+        ".backward()", f".mul({scale}).backward()"
+    )
+    report = run_check(tmp_path, text, monkeypatch, relations_only=True)
+    assert [finding.rule for finding in report.findings] == expected
+    holds = "gradients: with the same weights, the mean of 24 steps is that of one process"
+    assert (holds in report.held) == (not expected)
+    assert "weights: each rank holds a part of them" in report.held
+    assert not any("0 of 4 weight tensors" in line for line in report.held)
 
 
 SERVES = """

@@ -55,7 +55,7 @@ def describe_weights(evidence: RunEvidence) -> str:
     if not evidence.has_several_ranks or not steps:
         return ""
     if is_sharded(evidence.ranks):
-        return "weights: each rank holds a part of them, so gradients are not compared"
+        return "weights: each rank holds a part of them"
     same = sum(all(event.before == events[0].before for event in events) for events in steps)
     ranks = len(evidence.ranks)
     return f"weights: the same on {ranks} ranks before {same} of {len(steps)} recorded steps"
@@ -101,7 +101,8 @@ def describe_learning(evidence: RunEvidence) -> str:
     after: Digests = {}
     for step in evidence.rank_0.select(OptimizerStep):
         after |= step.after
-    compared = before.keys() & after.keys()
+    # What is divided among ranks has no hash.
+    compared = [name for name in before.keys() & after.keys() if after[name]]
     if not compared:
         return ""
     changed = sum(before[name] != after[name] for name in compared)

@@ -216,9 +216,10 @@ def change_weights_at_first_call() -> None:
                 continue
             changed.add(id(parameter))
             generator.manual_seed(parameter.numel())
-            noise = torch.randn(parameter.shape, generator=generator).to(parameter)
+            own = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+            noise = torch.randn(own.shape, generator=generator).to(own)
             with torch.no_grad():
-                parameter.mul_(1.0 + WEIGHT_CHANGE * noise)
+                own.mul_(1.0 + WEIGHT_CHANGE * noise)
 
     wrap_first_call(change)
 

@@ -13,7 +13,6 @@ from stepladder.tools.check.events import BeforeStep, Fetch, MeanGradient, Optim
 from stepladder.tools.check.recording import RankLog, Recording
 from stepladder.tools.check.relations.frozen_runs import SAME_RATIO, FrozenRuns, Violation
 from stepladder.tools.check.relations.samples_read import training_samples, trains_one_data_set
-from stepladder.tools.check.rules.model import is_sharded
 from stepladder.tools.probe.events import CodeLine
 
 NOISE_FACTOR = 5.0
@@ -21,6 +20,7 @@ MIN_RELATIVE_DIFFERENCE = 1e-3
 SHIFT_FACTOR = 4.0
 ROUNDING = 5e-3  # of a mean gradient, in 16-bit numbers too
 NO_MEAN = "the loss is no mean over samples, as with weights, ignored targets or pairs"
+FLAT_PARAMETER = "_flat_param"  # of FSDP1: a part, of which nobody knows the whole
 MAX_LAYERS = 3  # that are shown
 
 Pairs = list[tuple[float, float]]
@@ -152,7 +152,9 @@ def count_compared(runs: FrozenRuns) -> int:
 
 def are_comparable(runs: FrozenRuns) -> bool:
     """Return whether the ranks have gradients of whole tensors, and of one process's data."""
-    return trains_one_data_set(runs) and not is_sharded(runs.compared.ranks)
+    parameters = {name for _, event in runs.compared.select(MeanGradient) for name in event.sums}
+    are_whole = not any(FLAT_PARAMETER in name for name in parameters)
+    return trains_one_data_set(runs) and are_whole
 
 
 def draws(log: RankLog) -> bool:
