@@ -154,6 +154,12 @@ class ScriptFacts:
         size = math.gcd(*(start.batch_size or 0 for start in starts))
         return next((number for number in NUMBERS_OF_PROCESSES if size % number == 0), 2)
 
+    @cached_property
+    def has_smaller_batches(self) -> bool:
+        """Whether batches of a pass have different sizes, as where the last one is smaller."""
+        trained = [one_pass for one_pass in self.log.all_passes if one_pass.is_training]
+        return any(len({batch.size for batch in one_pass.batches}) > 1 for one_pass in trained)
+
     def uses_of_passes(self, passes: Iterable[LoaderPass]) -> Iterator[tuple[Use, ...]]:
         """Yield the uses of loaders; without one, those of the optimizers that step instead."""
         passes = list(passes)

@@ -71,28 +71,35 @@ def set_random_states(states):
 class ShareOfSampler:
     """What this process takes of a sampler: process 0 draws for all."""
 
-    def __init__(self, sampler, has_equal_shares=False):
+    def __init__(self, sampler, batch_size=1, drop_last=False):
         self.sampler = sampler
-        self.has_equal_shares = has_equal_shares
+        self.batch_size = batch_size  # of all processes; 1 where some may have fewer batches
+        self.drop_last = drop_last
 
     def __iter__(self):
         rank, size = dist.get_rank(), dist.get_world_size()
         draws = iter(self.sampler)
         DataLoader.given = []  # the sizes of batches in the last pass, of all modules
+        most = 100 * size * self.batch_size
         has_more = True
         while has_more:
-            drawn = [list(islice(draws, 1000 * size))]
+            drawn = [list(islice(draws, most))]
             dist.broadcast_object_list(drawn)
-            has_more = len(drawn[0]) == 1000 * size
-            if self.has_equal_shares:  # a last batch that has none gets samples twice
-                drawn[0] += drawn[0][: -len(drawn[0]) % size]
-            for item in drawn[0][rank::size]:
+            has_more = len(drawn[0]) == most
+            for item in (drawn[0] * size)[rank : self.dealt(len(drawn[0])) : size]:
                 DataLoader.given.append(len(item) if isinstance(item, list) else 1)
                 yield item
 
     def __len__(self):
-        first = 0 if self.has_equal_shares else dist.get_rank()
-        return len(range(first, len(self.sampler), dist.get_world_size()))''',
+        dealt = self.dealt(len(self.sampler))
+        return len(range(dist.get_rank(), dealt, dist.get_world_size()))
+
+    def dealt(self, number):
+        """Return how many samples are dealt: each process gets one of a last batch, or more."""
+        rest = number % self.batch_size
+        if rest and self.drop_last:
+            return number - rest
+        return number - rest + max(rest, dist.get_world_size()) if rest else number''',
     "copy_loader": '''\
 def copy_loader(loader, **changes):
     """Return a loader like another one, of other batches."""
@@ -116,7 +123,7 @@ def share_samples(loader):
     """Return a loader of this process's share of each batch."""
     return copy_loader(
         loader, batch_size=share_of_batch(loader.batch_size), drop_last=loader.drop_last,
-        sampler=ShareOfSampler(loader.sampler, has_equal_shares=True),
+        sampler=ShareOfSampler(loader.sampler, loader.batch_size, loader.drop_last),
     )''',
     "share_batches": '''\
 def share_batches(loader):
@@ -132,14 +139,14 @@ def share_rows(*values):
     return rows if len(rows) > 1 else rows[0]''',
     "rows_of": '''\
 def rows_of(value, number, size):
-    """Return each n-th row; the first ones again so that all processes have as many."""
+    """Return each n-th row; a process without one gets one again."""
     if isinstance(value, dict):
         return {name: rows_of(part, number, size) for name, part in value.items()}
     if isinstance(value, (list, tuple)) and hasattr(value[0], "shape"):
         return [rows_of(part, number, size) for part in value]
     if not hasattr(rows_of, "share"):  # of the first batch: a last one may be smaller
         rows_of.share = share_of_batch(len(value))
-    rows = [*range(len(value)), *range(-len(value) % size)][number::size]
+    rows = [*range(number, len(value), size)] or [number % len(value)]
     if torch.is_tensor(value):
         return value[rows].detach().cpu()
     return [value[row] for row in rows] if isinstance(value, list) else value[rows]''',
@@ -256,6 +263,34 @@ def weigh_share(criterion, outputs, targets, shows_share=False, **options):
         loss = 0 * outputs.sum()
     weighed = loss * weight * dist.get_world_size() / total
     return weighed + (loss - weighed).detach() if shows_share else weighed''',
+    "weigh_by_rows": '''\
+def weigh_by_rows(model):
+    """Let gradients of a share count by its rows: shares of a smaller batch may be unequal."""
+
+    def weigh(module, args, kwargs, outputs):
+        inputs = [value for value in [*args, *kwargs.values()] if torch.is_tensor(value)]
+        weights = []
+
+        def scale(gradient):
+            if not weights:  # all processes compute gradients at the same time
+                rows = torch.tensor(float(len(inputs[0])), device=inputs[0].device)
+                total = rows.clone()
+                dist.all_reduce(total)
+                weights.append(rows * dist.get_world_size() / total)
+            return gradient * weights[0]
+
+        for tensor in tensors_of(outputs) if inputs else ():
+            tensor.register_hook(scale)
+
+    model.register_forward_hook(weigh, with_kwargs=True)''',
+    "tensors_of": '''\
+def tensors_of(value):
+    """Return the tensors with gradients in the outputs of a model."""
+    if torch.is_tensor(value):
+        return [value] * value.requires_grad
+    parts = value.values() if isinstance(value, dict) else value
+    is_group = isinstance(value, (dict, list, tuple))
+    return [tensor for part in parts for tensor in tensors_of(part)] if is_group else []''',
     "gather_tensors": '''\
 def gather_tensors(tensor):
     """Return the tensors of all processes, which have one shape."""
@@ -275,13 +310,17 @@ def gather_rows(value):
     if not torch.is_tensor(value) or not value.dim() or not torch.is_grad_enabled():
         return value
     constant = value.detach().contiguous()
-    shapes = set(gather_objects(tuple(constant.shape)))
-    if len(shapes) > 1:
+    counts, shapes = zip(*gather_objects((len(constant), tuple(constant.shape[1:]))))
+    if len(set(shapes)) > 1:
         sys.exit(f"outputs of a batch have the shapes {shapes}: pad all batches to one length")
-    parts = gather_tensors(constant)
+    padding = constant[:1].expand(max(counts) - len(constant), *shapes[0])
+    parts = gather_tensors(torch.cat([constant, padding]))
     if value.requires_grad:
-        parts[dist.get_rank()] = constant + (value - constant) * len(parts)
-    return torch.stack(parts, 1).flatten(0, 1)''',
+        scaled = constant + (value - constant) * len(parts)
+        parts[dist.get_rank()] = torch.cat([scaled, padding])
+    in_turn = torch.stack(parts, 1).flatten(0, 1)
+    kept = [row for row in range(len(in_turn)) if row // len(counts) < counts[row % len(counts)]]
+    return in_turn[kept]''',
     "inner_model": '''\
 def inner_model(model):
     """Return the model inside of the wrapper, if there is one."""

@@ -190,7 +190,10 @@ def _find_condition(file: SourceText, call: ast.Call, loader: LoaderFacts) -> st
 
 
 def wrap_models(
-    conversion: Conversion, arguments: str = "", draws_alike: bool = False, gathers: bool = False
+    conversion: Conversion,
+    arguments: str = "",
+    draws_alike: bool = False,
+    averages_shares: bool = True,
 ) -> Edits:
     """Wrap each trained model where its optimizer is made, and name what is inside of it.
 
@@ -199,6 +202,8 @@ def wrap_models(
         arguments: Further ones of the wrapper.
         draws_alike: Whether all processes go on with the random numbers of process 0, as where
             each epoch draws its data.
+        averages_shares: Whether the loss of a share is the mean over its samples, so that shares of
+            other sizes count more or less.
 
     Raises:
         CannotConvert: A model has no name there, its dropout would be the same everywhere, or a
@@ -219,6 +224,8 @@ def wrap_models(
         text = f"{' = '.join(names)} = DistributedDataParallel({name}{arguments})"
         if model in facts.models_with_batch_norm:
             text = f"{name} = torch.nn.SyncBatchNorm.convert_sync_batchnorm({name})\n{text}"
+        if averages_shares and facts.has_smaller_batches and not conversion.gathered:
+            text += f"\nweigh_by_rows({name})"
         file, statement = conversion.file(location), conversion.statement_for(location, name)
         yield file.insert_before(statement, text)
     if not draws_alike:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Iterator
+from functools import partial
 
 from stepladder.tools.check.script_source import last_name, locations_of, stored_names
 from stepladder.tools.convert.conversion import Conversion, Edits
@@ -12,7 +13,8 @@ from stepladder.tools.convert.source import CannotConvert, SourceText
 
 
 def scale_summed_loss(
-    conversion: Conversion, average: Callable[[Conversion], Edits] = wrap_models
+    conversion: Conversion,
+    average: Callable[[Conversion], Edits] = partial(wrap_models, averages_shares=False),
 ) -> Edits:
     """Average gradients, and multiply each loss by the number of processes: it is a sum."""
     yield from average(conversion)
@@ -31,7 +33,7 @@ def weigh_losses(conversion: Conversion) -> Edits:
     A mean over targets with weights, or without those that are ignored, divides by another number
     in each share.
     """
-    yield from wrap_models(conversion)
+    yield from wrap_models(conversion, averages_shares=False)
     for file, call in _calls_of_losses(conversion):
         yield file.replace_between(call.func, call.args[0], ", ")
         yield from file.wrap(call, "weigh_share(", "")
@@ -60,7 +62,7 @@ def divide_by_sums_of_all(conversion: Conversion) -> Edits:
     Raises:
         CannotConvert: No loss is divided by a sum.
     """
-    yield from wrap_models(conversion)
+    yield from wrap_models(conversion, averages_shares=False)
     sums = list(_sums_that_divide(conversion))
     if not sums:
         raise CannotConvert("no loss is divided by a sum")

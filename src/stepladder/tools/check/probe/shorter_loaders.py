@@ -31,7 +31,6 @@ def shorten(loader: DataLoader[Any], batches: int) -> None:
     count = min(batches, whole + bool(rest))
     count -= count > 2 and count % 2 == 0  # of two batches both are needed
     length = count * size - (rest and size - rest)
-    length -= length % 2 and length > 1 and size > 1  # shares of two processes are equal
     if len(sampler) > length:  # type: ignore[arg-type]
         vars(sampler)[LENGTH_ATTRIBUTE] = length
         for name, replacement in (("__iter__", _first_samples), ("__len__", _length)):

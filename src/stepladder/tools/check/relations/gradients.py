@@ -61,18 +61,18 @@ def read_gradients(log: RankLog) -> dict[int, Gradient]:
 
 
 def gradients_of_run(run: Recording) -> dict[int, Gradient]:
-    """Return the mean gradients over all ranks, by the number of the optimizer."""
+    """Return the mean gradients over all ranks and rows, by the number of the optimizer."""
     by_rank = [read_gradients(log) for log in run.ranks]
     merged = {}
     for number, first in by_rank[0].items():
         parts = [gradients[number] for gradients in by_rank if number in gradients]
-        mean = {
-            name: [fmean(values) for values in zip(*vectors, strict=False)]
-            for name in first.mean
-            if (vectors := [part.mean[name] for part in parts if name in part.mean])
-        }
-        rows = sum(part.rows for part in parts)
-        merged[number] = replace(first, mean=mean, rows=rows)
+        mean = {}
+        for name in first.mean:
+            having = [part for part in parts if name in part.mean]
+            rows = [part.rows for part in having]
+            elements = zip(*(part.mean[name] for part in having), strict=False)
+            mean[name] = [fmean(values, rows) for values in elements]
+        merged[number] = replace(first, mean=mean, rows=sum(part.rows for part in parts))
     return merged
 
 
@@ -112,8 +112,12 @@ def violations(runs: FrozenRuns, has_same_batches: bool = False) -> Iterator[Vio
     rows: Counter[int] = Counter()  # of all ranks, by the optimizer
     for log in runs.compared.ranks:
         rows.update({number: item.rows for number, item in read_gradients(log).items()})
-    for rank, log in enumerate(runs.compared.ranks):
-        for number, gradient in read_gradients(log).items():
+    by_rank = [read_gradients(log) for log in runs.compared.ranks]
+    if has_same_batches:  # of which ranks have shares of unequal sizes
+        by_rank = [gradients_of_run(runs.compared)]
+    for rank, found in enumerate(by_rank):
+        log = runs.compared.ranks[rank]
+        for number, gradient in found.items():
             if number not in reference or number not in shuffled:
                 continue
             has_same_rows = rows[number] == reference[number].rows  # not of an evaluation, too
