@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from processes import refused, run
 from stepladder import cli
@@ -159,3 +160,10 @@ def test_a_terminal_that_is_closed_under_the_bar_leaves_nothing_to_be_written() 
         console.draw_bar("step 2/9", terminal)
         console.clear_bar()
         terminal.flush()
+
+
+@pytest.mark.parametrize("group", ["data", "lab", "learn", "recipe"])
+def test_a_group_s_help_shows_whole_sentences(group: str) -> None:
+    text = CliRunner().invoke(cli.cli, [group, "--help"]).output
+    assert "Commands:" in text
+    assert "..." not in text.split("Commands:")[1]

@@ -31,6 +31,7 @@ NEEDLESS = {
 # In a hint, in place of what a shell would take for a pipe.
 EXAMPLES = {"RECIPE|FILE.py": "digits"}
 MAX_SUGGESTIONS = 3
+WHOLE_SENTENCE = 500  # characters, more than any first sentence has
 
 
 class SuggestingGroup(click.Group):
@@ -64,6 +65,18 @@ class SuggestingGroup(click.Group):
                 f"No such command {name!r}", f"{hint} {ctx.command_path} --help".strip()
             )
         return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write each command with the whole first sentence of its help, which click would cut."""
+        commands = {name: self.get_command(ctx, name) for name in self.list_commands(ctx)}
+        with formatter.section("Commands"):
+            formatter.write_dl(
+                [
+                    (name, command.get_short_help_str(limit=WHOLE_SENTENCE))
+                    for name, command in commands.items()
+                    if command is not None
+                ]
+            )
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run a command. An error of click's parser names no command: it gets its context here."""
