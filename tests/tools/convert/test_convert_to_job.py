@@ -46,7 +46,7 @@ test_loader = DataLoader(TensorDataset(x[:50], x[:50].sum(1, keepdim=True)), 25)
 net = Net(args.hidden)
 nn.init.zeros_(net.layers[0].bias)
 optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+schedule = torch.optim.lr_scheduler.StepLR(optimizer, EPOCHS // 3)
 for epoch in range(EPOCHS):
     net.train()
     for step, (inputs, targets) in enumerate(loader):
@@ -173,7 +173,8 @@ def test_a_script_of_one_module_becomes_a_job(
     assert result.stopped == ""
     text = result.files["train.py"]
     top, _, build = text.partition("def build(config):")
-    assert "class Net" in top and "EPOCHS" not in text and "epochs: int = 3" in top
+    assert "class Net" in top and "epochs: int = 3" in top
+    assert "EPOCHS = 3\n" in top and "    EPOCHS = config.epochs\n" in build
     assert "def distance" in build  # it reads the arguments, which are those of build
     assert "parser.parse_args(['--hidden', '8'])" in build
     assert "nn.init.zeros_" in build and "print" not in text

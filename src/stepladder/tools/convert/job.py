@@ -133,6 +133,7 @@ class JobWriter:
         loader = next(item for item in self.facts.loaders if item.is_training)
         self.start = loader.passes[0].start
         calls = conversion.calls(loader.built, "DataLoader")
+        self.sizes = [argument_of(call, ["dataset", "batch_size"], "batch_size") for call in calls]
         self.keywords = {keyword.arg for call in calls for keyword in call.keywords}
         if self.start.iterable or not self.start.batch_size or self.keywords & SAMPLERS:
             what = "reads samples in an order of its own: a job shuffles all of a data set"
@@ -330,7 +331,7 @@ class JobWriter:
         ]
         end = "\n".join(["return Job(", *(f"{INDENT}{item}," for item in arguments), ")"])
         used = Fragment(f"_ = Job({', '.join(arguments)})").loads
-        return self.compose(functions, end, used, epochs=epochs)
+        return self.compose(functions, end, used, epochs)
 
     def write_proof(self, is_halved: bool = False, is_whole: bool = True) -> str:
         """Return a script that trains by the job's functions, over the script's own loader.
@@ -374,9 +375,9 @@ class JobWriter:
         functions: list[MadeFunction],
         end: str,
         used: set[str],
+        epochs: int = 0,
         *,
         is_whole: bool = False,
-        epochs: int = 1,
     ) -> str:
         """Return a job file whose `build` has functions, and ends with some lines.
 
@@ -384,8 +385,8 @@ class JobWriter:
             functions: The functions.
             end: The lines.
             used: The names that they need.
+            epochs: The number of epochs of a job that flags may change; 0 of a proof.
             is_whole: Whether it has also what nothing needs.
-            epochs: The number of epochs.
         """
         fragments = self.training.before_epochs()
         if self.evaluation:
@@ -398,13 +399,43 @@ class JobWriter:
         top = find_top(kept)
         imports = [item.text for item in top if isinstance(item.statement, IMPORTED)]
         defined = [item.text for item in top if not isinstance(item.statement, IMPORTED)]
-        inner = [fragment.text for fragment in kept if fragment not in top]
-        inner = ["\n".join(inner), *(item.text for item in functions), end]
+        made = [fragment for fragment in kept if fragment not in top]
+        if epochs:
+            made = list(self.with_settings(top, made))
+        inner = ["\n".join(item.text for item in made), *(item.text for item in functions), end]
         build = textwrap.indent("\n\n".join(filter(None, inner)), INDENT)
-        settings = CONFIG.format(epochs, self.start.batch_size)
+        settings = CONFIG.format(epochs or 1, self.start.batch_size)
         imports += ["from dataclasses import dataclass", "", IMPORT_OF_JOB]
         texts = ["\n".join(imports), *defined, settings, f"def build(config):\n{build}"]
         return "\n\n\n".join(texts) + "\n"
+
+    def with_settings(self, top: list[Fragment], made: list[Fragment]) -> Iterator[Fragment]:
+        """Yield the statements of `build`, in which what flags may set has the value of the Config.
+
+        A schedule, say, has the length of the training: both follow from one number.
+
+        Args:
+            top: The statements before `build`.
+            made: Those in it.
+        """
+        loop = self.training.epoch_loop
+        ends: list[ast.expr] = []
+        match getattr(loop, "iter", None):
+            case ast.Call(ast.Name("range"), [end]):
+                ends = [end]
+        settings = {
+            self.training.resolve(self.file.text_of(value)): field
+            for field, values in (("epochs", ends), ("global_batch", self.sizes))
+            for value in values
+            if isinstance(value, ast.Name | ast.Attribute)
+        }
+        for item in [None, *made]:
+            if item:
+                yield item
+            changed = item.changes if item else {name for each in top for name in each.changes}
+            for name, field in settings.items():
+                if name.partition(".")[0] in changed:
+                    yield Fragment(f"{name} = config.{field}")
 
     def check_names(self, fragments: list[Fragment]) -> None:
         for fragment in fragments:
@@ -424,7 +455,7 @@ class JobWriter:
         called = {getattr(frame.scope, "name", "") for frame in training.frames}
         if self.evaluation:
             called |= {getattr(frame.scope, "name", "") for frame in self.evaluation.frames}
-        lines = set()
+        lines: set[int] = set()
         for statement in chain(*blocks):
             names = {last_name(call.func) for call in find_calls(statement)}
             is_call = isinstance(statement, ast.Expr)
@@ -432,5 +463,5 @@ class JobWriter:
             leads = training.loop in ast.walk(statement) or names & called
             is_done = is_call and names & (RECOGNIZED | {CLIPPING})
             if not (is_done or leads or is_text or statement.lineno in taken):
-                lines.add(statement.lineno)
+                lines.update(range(statement.lineno, (statement.end_lineno or 0) + 1))
         return sorted(lines)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -109,18 +108,16 @@ def violations(runs: FrozenRuns, has_same_batches: bool = False) -> Iterator[Vio
         return
     moved = compared.share_moved(samples)
     is_exact = has_same_batches and moved == 0 and not draws(runs.reference.ranks[0])
-    rows: Counter[int] = Counter()  # of all ranks, by the optimizer
-    for log in runs.compared.ranks:
-        rows.update({number: item.rows for number, item in read_gradients(log).items()})
+    merged = gradients_of_run(runs.compared)
     by_rank = [read_gradients(log) for log in runs.compared.ranks]
     if has_same_batches:  # of which ranks have shares of unequal sizes
-        by_rank = [gradients_of_run(runs.compared)]
+        by_rank = [merged]
     for rank, found in enumerate(by_rank):
         log = runs.compared.ranks[rank]
-        for number, gradient in found.items():
-            if number not in reference or number not in shuffled:
-                continue
-            has_same_rows = rows[number] == reference[number].rows  # not of an evaluation, too
+        for number in found.keys() & reference.keys() & shuffled.keys() & merged.keys():
+            gradient = found[number]
+            # Those of an evaluation, too, would be others.
+            has_same_rows = merged[number].rows == reference[number].rows
             pair = (reference[number], shuffled[number])
             violation = compare(*pair, gradient, moved, is_exact and has_same_rows, runs.base)
             if has_same_batches:
