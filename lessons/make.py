@@ -293,6 +293,10 @@ def draw():
 
 
 def write_notebooks(folder):
+    try:
+        folder.mkdir(exist_ok=True)
+    except OSError as error:
+        refuse(f"{folder} cannot be made: {error.strerror}", "name a path in a folder of yours")
     for lesson in ladder().values():
         if lesson["command"].startswith("python "):  # neither torchrun nor Slurm starts it
             path = folder / f"{lesson['folder']}.ipynb"
@@ -305,7 +309,6 @@ def write_handout(path, text):
     if path.is_file() and path.read_bytes() != text.encode():
         refuse(f"{path} is there already, with other contents", "remove it, or name a new path")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
         print(f"written: {path}")
     except OSError as error:
@@ -330,8 +333,10 @@ def main():
         run_lessons(sys.argv[2:])
     elif len(sys.argv) == 2 and sys.argv[1] in actions:
         actions[sys.argv[1]]()
+    elif sys.argv[1:] in ([], ["--help"], ["-h"]):
+        print(__doc__)
     else:
-        sys.exit(__doc__)
+        refuse(f"not understood: {' '.join(sys.argv[1:])}", "python lessons/make.py --help")
 
 
 if __name__ == "__main__":

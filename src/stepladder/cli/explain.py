@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -25,6 +26,7 @@ MAX_LOG_LINE_BYTES = 1 << 16  # a log may hold anything
 MAX_LOG_GIB = 64  # a hole in a file may be of any size, and reads as zeros
 SHOWN_LINE_LENGTH = 200
 EXPLAIN_RECORD_KEYS = {"line": "location.line", "text": "evidence", "cause": "cause", "do": "fix"}
+NAME_OF_LOG = re.compile(r"\S+\.(log|out|err|txt)")
 EXPLAIN_HINT = (
     "stepladder explain --list prints all known messages;"
     " in a log, look at the earliest error of all ranks"
@@ -140,7 +142,8 @@ def _explain_text(text: str | None, as_json: bool) -> int:
         return int(not matches)
     print_matches(matches)
     if not matches:
-        echo(f"stepladder: no known error message is in it. HINT: {EXPLAIN_HINT}", err=True)
+        where = f"in {text:.60}" if text else "on standard input"
+        echo(f"stepladder: no known error message is {where}. HINT: {EXPLAIN_HINT}", err=True)
     return int(not matches)
 
 
@@ -178,6 +181,8 @@ def read_lines(text: str | None) -> Iterator[str]:
         )
     if text is None:
         yield from _decode_lines(sys.stdin.buffer)
+    elif NAME_OF_LOG.fullmatch(text) and not is_file(text):
+        raise InputError(f"{text} is no file", "the path of a log, or the text of a message")
     elif is_file(text):
         hint = f"a text file of at most {MAX_LOG_GIB} GiB"
         with (

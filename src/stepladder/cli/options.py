@@ -145,7 +145,8 @@ class JobCommand(click.Command):
         for name in ("lr", "data_dir"):
             if name in typed and name not in config_names:
                 flag = f"--{name.replace('_', '-')}"
-                raise InputError(f"{flag}, but the job's Config has no field {name}", f"add {name}")
+                hint = f"add {name} to its Config, and use config.{name} in build"
+                raise InputError(f"{flag}, but the job's Config has no field {name}", hint)
         if not 0 <= typed.get("lr", 0) < math.inf:
             raise InputError(f"--lr {typed['lr']:g} is not a learning rate", "--lr 0.1")
         if "global_batch" in typed and "batch_per_rank" in typed:

@@ -15,6 +15,7 @@ from click.core import ParameterSource
 from stepladder.cli.suggest import tell_misplaced_flags, visible_flags
 from stepladder.core.errors import InputError
 from stepladder.core.paths import parse_path
+from stepladder.core.python_file import parse_source
 from stepladder.train.job_source import validate_is_script
 
 # Flags of `train` and `run` whose values follow from submit's own flags.
@@ -86,6 +87,8 @@ def _validate_script(path: Path, params: dict[str, Any]) -> None:
     if path.is_file():
         if not params["no_python"]:
             validate_is_script(path, "stepladder submit -- train")
+            if path.suffix == ".py":
+                parse_source(path)  # raises InputError where it has a syntax error
     elif not params["module"] and not params["no_python"]:
         raise InputError(f"script {params['script']!r} does not exist", "-- run [FLAGS] SCRIPT.py")
 

@@ -22,7 +22,7 @@ from stepladder.storage.lock import LOCK_FILE
 from stepladder.storage.run_files import FOLDERS_OF_FILES, RUN_FILES, RUN_FOLDERS
 
 MAX_APPENDED_BYTES = 1 << 38  # size of a file; timing.jsonl grows by 0.1 GB a day
-FREE_SPACE_HINT = "free space there, or choose another --run-dir; the last good snapshot is kept"
+FREE_SPACE_HINT = "free space there, or choose another --run-dir; a snapshot that is there is kept"
 OTHER_WRITER_HINT = (
     "ls -l, and who else writes there; the same command goes on from the last snapshot"
 )

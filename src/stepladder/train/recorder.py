@@ -326,5 +326,5 @@ def _loss_error(step: int, mean: float, count: float, rate: float) -> InputError
         )
     return InputError(
         f"the loss of step {step} is {mean}",
-        "a smaller --lr or --warmup-steps N; the last good snapshot is kept",
+        "a smaller --lr or --warmup-steps N; a snapshot that is there is kept",
     )

@@ -160,5 +160,5 @@ def validate_finite_weights(model: torch.nn.Module, step: int) -> None:
         if not is_finite:
             raise InputError(
                 f"after step {step} the weights of {name} are not finite",
-                "a smaller --lr or --warmup-steps N; the last good snapshot is kept",
+                "a smaller --lr or --warmup-steps N; a snapshot that is there is kept",
             )
