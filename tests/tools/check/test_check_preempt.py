@@ -11,7 +11,13 @@ import pytest
 from check_recordings import MOVED, SAVED, evidence_of, forward, train_pass
 from preemptions import KINDS, write_script
 from processes import refused, run
-from stepladder.tools.check.preempt import Moment, choose_moments, find_begin
+from stepladder.tools.check.preempt import (
+    InterruptedRun,
+    Moment,
+    choose_moments,
+    find_begin,
+    find_losses,
+)
 from stepladder.tools.lint.lint import find_warning_signal
 
 MOMENTS = 4
@@ -123,6 +129,17 @@ def test_a_snapshot_is_renamed_when_an_older_one_can_be_lost() -> None:
     log = evidence_of([*train_pass(1, [[0, 1], [2, 3]]), *events, *events]).rank_0
     twice = Moment("between write and rename", "rename:3", signal.SIGKILL, has_snapshot=True)
     assert choose_moments(log, 3, signal.SIGTERM)[2] == twice
+
+
+def test_a_start_that_fails_is_told_after_lost_steps_with_a_fix_of_its_own() -> None:
+    """Of findings of one rule at one line the report shows the last one."""
+    rehearsals = [
+        InterruptedRun(Moment("while it saves", "save:1", signal.SIGKILL), failure="EOFError"),
+        InterruptedRun(Moment("in step 2", "step:2", signal.SIGTERM), (3, 0)),
+    ]
+    *_, last = find_losses(evidence_of(train_pass(1, [[0, 1]])), rehearsals)
+    assert (last.rule, last.severity) == ("preempted", "error")
+    assert "EOFError" in last.evidence and "os.replace" in last.fix
 
 
 def test_a_start_goes_on_at_the_nearest_of_equal_batches() -> None:

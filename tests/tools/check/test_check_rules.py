@@ -552,6 +552,7 @@ def test_every_rule_has_a_text_of_its_own() -> None:
         "mean-of-means",
         "uneven-targets",
         "gradients",
+        "learning-rate",
         "shown-numbers",
         "device-per-rank",
     } == {rule.id for rule in CHECK_TEXTS.rules}

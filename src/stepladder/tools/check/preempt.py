@@ -263,9 +263,6 @@ def find_losses(evidence: RunEvidence, rehearsals: list[InterruptedRun]) -> Iter
     failed = next((each for each in rehearsals if each.failure), None)
     events = [*evidence.rank_0.select(Load)[:1], *evidence.rank_0.select(Backward)[:1]]
     line = next((event.at for event in events), None)
-    if failed:
-        text = f"interrupted {failed.moment}, {describe(failed)}"
-        yield evidence.finding("preempted", line, text, severity="error")
     unsaved = [each for each in rehearsals if each.moment.is_warned and any(each.lost)]
     if unsaved:
         worst = max(unsaved, key=lambda each: max(map(abs, each.lost)))
@@ -280,3 +277,6 @@ def find_losses(evidence: RunEvidence, rehearsals: list[InterruptedRun]) -> Iter
         most = max(each.overran for each in in_step)
         text = f"the signal ends nothing: {format_count(most, 'step')} more, up to its own end"
         yield evidence.finding("preempted", line, text)
+    if failed:  # the last one: of several at one line it is shown
+        text = f"interrupted {failed.moment}, {describe(failed)}"
+        yield evidence.finding("preempted.failed", line, text)
