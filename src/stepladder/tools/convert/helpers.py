@@ -113,10 +113,8 @@ def share_of_batch(size):
     """Return how many samples of a batch this process takes."""
     processes = dist.get_world_size()
     if size % processes:
-        sys.exit(
-            f"a batch of {size} has no equal shares for {processes} processes:"
-            " start a number that divides it"
-        )
+        text = f"a batch of {size} has no equal shares for {processes} processes"
+        sys.exit(1 if dist.get_rank() else f"{text}. HINT: start a number that divides it")
     return size // processes''',
     "share_samples": '''\
 def share_samples(loader):

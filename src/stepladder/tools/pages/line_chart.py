@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -190,16 +191,23 @@ def _draw_event(event: ChartEvent, x: float, is_near_end: bool, y: float) -> Mar
 def _read_values(series: Mapping[str, Points]) -> Iterator[list[str]]:
     """Yield positions, evenly chosen if there are many, each with the value of every curve.
 
-    A curve with fewer points than the others has its last value before the position, or "-".
+    A curve with fewer points than the others has its last value before the position, with its own
+    position, or "-".
     """
     positions = sorted({x for points in series.values() for x, _ in points})
     step = -(-len(positions) // MAX_HOVER_BANDS)
+    earlier = -math.inf
     for position in positions[step // 2 :: step]:
         row = [f"{position:g}"]
         for points in series.values():
             past = bisect_right(points, position, key=lambda point: point[0])
-            row.append(format_amount(points[past - 1][1]) if past else "-")
+            if not past:
+                row.append("-")
+                continue
+            x, value = points[past - 1]
+            row.append(format_amount(value) + f" (of {x:g})" * (x <= earlier))
         yield row
+        earlier = position
 
 
 def _make_hover_bands(values: Sequence[Sequence[str]], x_scale: Scale) -> list[Mark]:
