@@ -158,9 +158,7 @@ def _show_end(
         echo(f"to start it on {number} processes: stepladder run --nproc {number} {started}")
         if number == 2:  # a batch with shares for 2 has, as a rule, some for 4
             submit = "stepladder submit --dry-run --nodes 2 --nproc 2 -- run"
-            echo(
-                f"to see its batch script for two nodes: {submit} {started}"
-            )
+            echo(f"to see its batch script for two nodes: {submit} {started}")
     elif is_partial:
         echo("not written: without rung c each process would train a model of its own")
     elif result.files and not written:

@@ -11,10 +11,12 @@ from stepladder.tools.convert.conversion import Conversion, Edits
 from stepladder.tools.convert.rungs import sum_numbers_of_training, wrap_models
 from stepladder.tools.convert.source import CannotConvert, SourceText
 
+# The gradient of each share is that of its samples, however many they are.
+_WRAP_ALIKE = partial(wrap_models, averages_shares=False)
+
 
 def scale_summed_loss(
-    conversion: Conversion,
-    average: Callable[[Conversion], Edits] = partial(wrap_models, averages_shares=False),
+    conversion: Conversion, average: Callable[[Conversion], Edits] = _WRAP_ALIKE
 ) -> Edits:
     """Average gradients, and multiply each loss by the number of processes: it is a sum."""
     yield from average(conversion)
@@ -33,7 +35,7 @@ def weigh_losses(conversion: Conversion) -> Edits:
     A mean over targets with weights, or without those that are ignored, divides by another number
     in each share.
     """
-    yield from wrap_models(conversion, averages_shares=False)
+    yield from _WRAP_ALIKE(conversion)
     for file, call in _calls_of_losses(conversion):
         yield file.replace_between(call.func, call.args[0], ", ")
         yield from file.wrap(call, "weigh_share(", "")
@@ -62,7 +64,7 @@ def divide_by_sums_of_all(conversion: Conversion) -> Edits:
     Raises:
         CannotConvert: No loss is divided by a sum.
     """
-    yield from wrap_models(conversion, averages_shares=False)
+    yield from _WRAP_ALIKE(conversion)
     sums = list(_sums_that_divide(conversion))
     if not sums:
         raise CannotConvert("no loss is divided by a sum")
