@@ -33,8 +33,8 @@ from torch.utils.data import DataLoader, TensorDataset
 """
 DICE = f"""{HEAD}
 torch.manual_seed(0)
-x = torch.randn(48, 6)
-y = (x.mean(1, keepdim=True) + torch.linspace(-1, 1, 48)[:, None] > 0).float()
+x = torch.randn(53, 6)  # of the last batch one process has 3 rows, and one 2
+y = (x.mean(1, keepdim=True) + torch.linspace(-1, 1, 53)[:, None] > 0).float()
 loader = DataLoader(TensorDataset(x, y), 12, shuffle=True)
 net = nn.Linear(6, 1)
 optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
@@ -46,6 +46,22 @@ for epoch in range(3):
         loss.backward()
         optimizer.step()
     print(f"{{loss.item():.5f}}")
+"""
+SMALLER_LAST_BATCH = f"""{HEAD}
+torch.manual_seed(0)
+x = torch.randn(45, 6)
+loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), 8, shuffle=True)
+net = nn.Linear(6, 1)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for epoch in range(3):
+    total = 0.0
+    for rows, targets in loader:
+        optimizer.zero_grad()
+        loss = (net(rows) - targets).square().mean()
+        loss.backward()
+        optimizer.step()
+        total += loss.item() * len(rows)
+    print(f"{{total / len(x):.5f}}")
 """
 THREE_TRAININGS = (
     HEAD
@@ -270,6 +286,7 @@ def convert_text(text: str, folder: Path, monkeypatch: pytest.MonkeyPatch, last:
     ("text", "expected"),
     [
         (DICE, "        shares = gather_rows(net(rows)).sigmoid()\n        targets = gather_rows("),
+        (SMALLER_LAST_BATCH, "weigh_by_rows(net)"),
         pytest.param(THREE_TRAININGS, "    net = DistributedData", marks=pytest.mark.corpus),
         (IN_ORDER, "    predictions = sum_over_processes(predictions)"),
         pytest.param(SOME_BATCHES, "last_saved = load_snapshot(", marks=pytest.mark.corpus),
@@ -280,6 +297,7 @@ def convert_text(text: str, folder: Path, monkeypatch: pytest.MonkeyPatch, last:
     ],
     ids=[
         "a ratio of sums",
+        "a smaller last batch",
         "three trainings",
         "in order",
         "some batches",
@@ -312,6 +330,36 @@ def test_what_is_made_of_shares_is_not_shared_again(
     text = convert_text(GAN_BY_HAND, tmp_path, monkeypatch, "c")
     shared = [line.strip() for line in text.splitlines() if "= share_rows(" in line]
     assert shared == ["real = share_rows(real)", "noise = share_rows(noise)"]
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_each_sample_of_a_smaller_last_batch_is_dealt_once(drop_last: bool) -> None:
+    """Where it has fewer samples than there are processes, some get one that another has, too."""
+    for length, batch, size in itertools.product(range(1, 40), (4, 12), (1, 2, 4)):
+        shares = [[*share_of(rank, size, range(length), batch, drop_last)] for rank in range(size)]
+        dealt = sorted(itertools.chain(*shares))
+        rest = length % batch
+        if drop_last:
+            assert dealt == [*range(length - rest)]
+        else:
+            assert sorted({*dealt}) == [*range(length)]
+            assert len(dealt) == length or 0 < rest < size
+        batches = {-(-len(share) // (batch // size)) for share in shares}
+        assert batches == {(length - rest) // batch + (rest > 0 and not drop_last)}
+
+
+def share_of(rank: int, size: int, *arguments: Any) -> Any:
+    """Return the share that a process takes of a sampler, as a converted script does."""
+    distributed = SimpleNamespace(
+        get_rank=lambda: rank, get_world_size=lambda: size, broadcast_object_list=lambda _: None
+    )
+    names: dict[str, Any] = {
+        "dist": distributed,
+        "islice": itertools.islice,
+        "DataLoader": SimpleNamespace(),
+    }
+    exec(HELPERS["ShareOfSampler"], names)
+    return names["ShareOfSampler"](*arguments)
 
 
 def test_parts_of_all_processes_are_in_the_order_of_the_batches() -> None:
