@@ -453,7 +453,7 @@ def test_calls_inside_of_a_collective_are_one_line_below_the_users_own() -> None
         "    barrier(), distributed_c10d.py:5349",
         "    train(), train.py:7",
         "    run_here(), absent.py:163",
-        "    2 calls of Stepladder inside, the innermost in wait_while_equal(), futex.py:45",
+        "    2 calls of Stepladder, down to wait_while_equal(), futex.py:45",
     ]
     own = [stack[0], stack[1], stack[-1]]
     assert len(format_rank(RankStatus(1, 12, threads=[own]))) == 4, "nothing of the user's"

@@ -72,7 +72,7 @@ def format_rank(status: RankStatus) -> list[str]:
     inner_calls = _list_inner_calls(status.stack)
     if inner_calls:
         count = format_count(len(inner_calls), "call")
-        lines.append(f"    {count} of Stepladder inside, the innermost in {inner_calls[0]}")
+        lines.append(f"    {count} of Stepladder, down to {inner_calls[0]}")
     has_ended = status.state in (ProcessState.DONE, ProcessState.ENDED)
     if not status.stack and not has_ended:
         lines.append("    no stack: it did not answer")
