@@ -37,7 +37,7 @@ COMMAND_SECTIONS = {
     "Train": {
         "train": "Train a recipe or your own job file, on any number of processes.",
         "run": "Run any script on several processes or machines: torchrun's flags, and more.",
-        "convert": "Make a script for one process one for many, each step proved.",
+        "convert": "Turn a script for one process into one for many, and prove each step.",
         "submit": "Submit a job to Slurm.",
         "status": "Show the state of batch jobs.",
         "logs": "Show what a batch job has printed.",

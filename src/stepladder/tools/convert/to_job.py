@@ -131,7 +131,7 @@ def _prove(original: FrozenRuns, writer: JobWriter, started: Mapping[str, Starte
         proof.holds.append("batch norm sees a microbatch: its size is --microbatch")
         return proof
     runs = replace(original, compared=started["halved"].recording)
-    compare_run(proof, runs, frozenset({"samples", "gradients"}), "of halved batches", None)
+    compare_run(proof, runs, frozenset({"samples", "gradients"}), "where batches are halved", None)
     if proof.broken:
         raise CannotConvert(
             f"{'; '.join(proof.broken)}: the loss is neither a mean nor a sum over samples"
