@@ -23,8 +23,8 @@ DATA_LOADER = (
     " named"
 )
 LOCK = (
-    "a deadlock: an event that no thread sets, two locks taken in different orders, one taken twice,"
-    " or one that was held when this process was forked"
+    "a deadlock: an event that no thread sets, two locks taken in different orders, one taken"
+    " twice, or one that was held when this process was forked"
 )
 QUEUE = (
     "a queue that nobody fills: {producer} ended. Let the producer put an end mark in a `finally:`,"

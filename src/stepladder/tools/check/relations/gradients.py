@@ -109,19 +109,17 @@ def violations(runs: FrozenRuns, has_same_batches: bool = False) -> Iterator[Vio
     moved = compared.share_moved(samples)
     is_exact = has_same_batches and moved == 0 and not draws(runs.reference.ranks[0])
     merged = gradients_of_run(runs.compared)
-    by_rank = [read_gradients(log) for log in runs.compared.ranks]
-    if has_same_batches:  # of which ranks have shares of unequal sizes
-        by_rank = [merged]
-    for rank, found in enumerate(by_rank):
-        log = runs.compared.ranks[rank]
-        for number in found.keys() & reference.keys() & shuffled.keys() & merged.keys():
-            gradient = found[number]
+    for rank, log in enumerate(runs.compared.ranks):
+        own = read_gradients(log)
+        for number in own.keys() & reference.keys() & shuffled.keys() & merged.keys():
+            # Ranks with the batches of one process may have shares of unequal sizes.
+            gradient = merged[number] if has_same_batches else own[number]
             # Those of an evaluation, too, would be others.
             has_same_rows = merged[number].rows == reference[number].rows
             pair = (reference[number], shuffled[number])
             violation = compare(*pair, gradient, moved, is_exact and has_same_rows, runs.base)
             if has_same_batches:
-                violation = violation or find_lost(*pair, gradient)
+                violation = violation or find_lost(*pair, own[number])
             if violation and not is_scaled_by_rate(runs, rank, number, violation.ratio):
                 text = f"rank {rank}: {violation.evidence}"
                 yield replace(violation, line=line_of_step(log, number), evidence=text)
