@@ -374,9 +374,10 @@ def save_without_barrier(obj, f, **kwargs):
 @contextmanager
 def open_whole(path, *args, **kwargs):
     """Open a file to write, which has its name once it is whole: others may read it at any time."""
-    with open(f"{path}.part", *args, **kwargs) as file:
+    part = f"{os.fsdecode(path)}.part"
+    with open(part, *args, **kwargs) as file:
         yield file
-    os.replace(f"{path}.part", path)''',
+    os.replace(part, path)''',
     "Nothing": '''\
 class Nothing:
     """Stands for what process 0 alone writes with: all that is done with it does nothing."""
