@@ -42,10 +42,11 @@ def test_a_shorter_loader_keeps_the_first_batches_and_the_last_one(
     assert len(whole) == -(-length // 10)
 
 
-def test_batches_of_one_sample_are_odd_in_number() -> None:
-    loader = DataLoader(range(5), batch_size=1)  # type: ignore[arg-type]
+@pytest.mark.parametrize("size", [1, 5])
+def test_whole_batches_of_an_odd_size_stay_whole_and_are_odd_in_number(size: int) -> None:
+    loader = DataLoader(range(6 * size), batch_size=size)  # type: ignore[arg-type]
     shorten(loader, batches=9)
-    assert len(list(loader)) == 5
+    assert [len(batch) for batch in loader] == [size] * 5
 
 
 def test_a_loader_whose_batches_have_no_size_is_left_alone() -> None:
