@@ -345,8 +345,11 @@ def _compare_values_of_sums(proof: RungProof, runs: FrozenRuns, where: str) -> N
 
 
 def _values_of_sums(recording: Recording) -> set[tuple[Location, int]]:
-    """Return the lines that make a number of outputs for a step, and of how many values."""
-    passes = (item for item in recording.ranks[0].all_passes if item.is_training)
+    """Return the lines that make a number of outputs for a step, and of how many values.
+
+    Of batches that a script cuts, each process may keep a part whole, as of a GAN's two.
+    """
+    passes = (item for item in recording.ranks[0].passes if item.is_training)
     events = chain.from_iterable(item.select(Statistic) for item in passes)
     return {(Location(e.at.file, e.at.line), e.count) for e in events if e.at and e.grad}
 
