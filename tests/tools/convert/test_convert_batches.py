@@ -50,17 +50,22 @@ for epoch in range(3):
 SMALLER_LAST_BATCH = f"""{HEAD}
 torch.manual_seed(0)
 x = torch.randn(45, 6)
-loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), 8, shuffle=True)
-net = nn.Linear(6, 1)
-optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+loader = DataLoader(TensorDataset(x), 8, shuffle=True)
+maker, judge = nn.Linear(3, 6), nn.Linear(6, 1)
+maker_step = torch.optim.Adam(maker.parameters(), lr=0.01)
+judge_step = torch.optim.Adam(judge.parameters(), lr=0.01)
 for epoch in range(3):
     total = 0.0
-    for rows, targets in loader:
-        optimizer.zero_grad()
-        loss = (net(rows) - targets).square().mean()
+    for (real,) in loader:
+        made = maker(real[:, :3])
+        judge_step.zero_grad()
+        (judge(made.detach()).square() + (judge(real) - 1).square()).mean().backward()
+        judge_step.step()
+        maker_step.zero_grad()
+        loss = (judge(made) - 1).square().mean() + 0.1 * (made - real).abs().mean()
         loss.backward()
-        optimizer.step()
-        total += loss.item() * len(rows)
+        maker_step.step()
+        total += loss.item() * len(real)
     print(f"{{total / len(x):.5f}}")
 """
 THREE_TRAININGS = (
@@ -286,7 +291,7 @@ def convert_text(text: str, folder: Path, monkeypatch: pytest.MonkeyPatch, last:
     ("text", "expected"),
     [
         (DICE, "        shares = gather_rows(net(rows)).sigmoid()\n        targets = gather_rows("),
-        (SMALLER_LAST_BATCH, "weigh_by_rows(net)"),
+        (SMALLER_LAST_BATCH, "weigh_by_rows(maker)"),
         pytest.param(THREE_TRAININGS, "    net = DistributedData", marks=pytest.mark.corpus),
         (IN_ORDER, "    predictions = sum_over_processes(predictions)"),
         pytest.param(SOME_BATCHES, "last_saved = load_snapshot(", marks=pytest.mark.corpus),

@@ -20,6 +20,9 @@ IMPORTS = {
     "islice": "from itertools import islice",
     "zip_longest": "from itertools import zip_longest",
     "DistributedDataParallel": "from torch.nn.parallel import DistributedDataParallel",
+    "allreduce_hook": (
+        "from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook"
+    ),
     "DataLoader": "from torch.utils.data import DataLoader",
     "SequentialSampler": "from torch.utils.data import SequentialSampler",
     "StopSignals": "from stepladder import StopSignals",
@@ -263,32 +266,25 @@ def weigh_share(criterion, outputs, targets, shows_share=False, **options):
     return weighed + (loss - weighed).detach() if shows_share else weighed''',
     "weigh_by_rows": '''\
 def weigh_by_rows(model):
-    """Let gradients of a share count by its rows: shares of a smaller batch may be unequal."""
+    """Let the gradient of a share count by its rows: shares of a smaller batch may be unequal."""
+    rows, weights = [1], []
 
-    def weigh(module, args, kwargs, outputs):
+    def count(module, args, kwargs):
         inputs = [value for value in [*args, *kwargs.values()] if torch.is_tensor(value)]
-        weights = []
+        rows[:], weights[:] = [len(inputs[0]) if inputs else 1], []
 
-        def scale(gradient):
-            if not weights:  # all processes compute gradients at the same time
-                rows = torch.tensor(float(len(inputs[0])), device=inputs[0].device)
-                total = rows.clone()
-                dist.all_reduce(total)
-                weights.append(rows * dist.get_world_size() / total)
-            return gradient * weights[0]
+    def average(_, bucket):
+        gradient = bucket.buffer()
+        if not weights:  # all processes have their first bucket
+            total = torch.tensor(float(rows[0]), device=gradient.device)
+            dist.all_reduce(total)
+            weights.append(rows[0] * dist.get_world_size() / total)
+        gradient *= weights[0]
+        return allreduce_hook(None, bucket)
 
-        for tensor in tensors_of(outputs) if inputs else ():
-            tensor.register_hook(scale)
-
-    model.register_forward_hook(weigh, with_kwargs=True)''',
-    "tensors_of": '''\
-def tensors_of(value):
-    """Return the tensors with gradients in the outputs of a model."""
-    if torch.is_tensor(value):
-        return [value] * value.requires_grad
-    parts = value.values() if isinstance(value, dict) else value
-    is_group = isinstance(value, (dict, list, tuple))
-    return [tensor for part in parts for tensor in tensors_of(part)] if is_group else []''',
+    model.register_forward_pre_hook(count, with_kwargs=True)
+    if hasattr(model, "register_comm_hook"):
+        model.register_comm_hook(None, average)''',
     "gather_tensors": '''\
 def gather_tensors(tensor):
     """Return the tensors of all processes, which have one shape."""
