@@ -45,7 +45,7 @@ PEERS = {  # whom a report's figures are beside, where their names do not say it
 # pattern's group matches there, {range: figure} the lowest and highest of its rows in repeats.md,
 # [report] a link to a report.
 SENTENCES = (
-    "After `kill -9` of a [rank](docs/glossary.md#rank), the others take their next step after a"
+    "After `kill -9` of a [rank](docs/glossary.md#rank), two others take their next step after a"
     " median of {range: kill} s; torchrun, which restarts all ranks, needs {range: restart} s.",
     "{chaos: with the weights of the unbroken run: (.*)} runs that were killed at random moments"
     " ended with the weights of the unbroken run, to the bit.",

@@ -147,7 +147,8 @@ def split_text(text, max_letters):
 def make_contents(lessons):
     title = "<h1>From one all_reduce to a cluster</h1>"
     links = "".join(
-        f'<li><a href="#lesson-{lesson["number"]}">{html.escape(lesson["title"])}</a></li>'
+        f'<li value="{lesson["number"]}"><a href="#lesson-{lesson["number"]}">'
+        f"{html.escape(lesson['title'])}</a></li>"
         for lesson in lessons
     )
     return f"<section>{title}<nav><ol>{links}</ol></nav></section>"

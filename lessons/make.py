@@ -296,7 +296,7 @@ def write_notebooks(folder):
     try:
         folder.mkdir(exist_ok=True)
     except OSError as error:
-        refuse(f"{folder} cannot be made: {error.strerror}", "name a path in a folder of yours")
+        refuse(f"{folder} cannot be written: {error.strerror}", "name a path in a folder of yours")
     for lesson in ladder().values():
         if lesson["command"].startswith("python "):  # neither torchrun nor Slurm starts it
             path = folder / f"{lesson['folder']}.ipynb"

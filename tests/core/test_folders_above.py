@@ -43,6 +43,8 @@ def test_a_file_above_is_used_and_named(site: Path) -> None:
 @pytest.mark.parametrize("of", ["file", "folder"])
 def test_a_file_that_others_may_write_is_not_used(site: Path, of: str) -> None:
     part = site if of == "file" else site.parent
+    if os.geteuid() == 0:
+        os.chown(part, -1, 100)
     for bits in (0o020, 0o002):
         part.chmod(0o755 | bits)
         for folder in (site.parent, site.parent / "deep"):
@@ -51,6 +53,13 @@ def test_a_file_that_others_may_write_is_not_used(site: Path, of: str) -> None:
                 f"{site} is not used, because others may write to {part}",
                 f"chmod go-w {part}",
             )
+
+
+@ROOT
+def test_the_group_of_root_may_write(site: Path) -> None:
+    """An archive that root unpacks has such files."""
+    site.chmod(0o664)
+    assert f"{site} is used" in submit(site.parent / "deep").stderr
 
 
 @ROOT

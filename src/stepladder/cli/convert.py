@@ -127,7 +127,7 @@ def write_files(result: Conversions, script: Path, target: Path) -> list[Path]:
 def _show_rung(proved: ProvedRung) -> None:
     rung = proved.rung
     echo(f"{'rung ' * (len(rung.letter) == 1)}{rung.letter}: {rung.title}")
-    echo(f"  {rung.change} {rung.without}")
+    echo(f"  {rung.change} Without it: {rung.without[0].lower()}{rung.without[1:]}")
     for text in proved.diffs:
         echo("".join(f"    {line}\n" for line in text.splitlines()).rstrip())
     if not proved.diffs:

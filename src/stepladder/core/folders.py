@@ -13,6 +13,8 @@ from stepladder.core.console import print_message
 from stepladder.core.errors import InputError, as_input_error
 from stepladder.core.safe_open import ROOT_USER_ID
 
+_ROOT_GROUP_ID = 0  # of what root has unpacked, with the archive's own modes
+
 
 def get_state_folder() -> Path:
     """Return `${XDG_STATE_HOME:-~/.local/state}/stepladder`: lessons passed, jobs, the lab."""
@@ -98,9 +100,10 @@ def validate_ownership(path: Path) -> None:
                 f"{path} is not used, because user {status.st_uid} owns {part}",
                 f"read it; then cp {path} to a folder of your own, and work there",
             )
+        others = stat.S_IWOTH | (stat.S_IWGRP if status.st_gid != _ROOT_GROUP_ID else 0)
         # In a sticky folder, such as /tmp, nobody can replace another user's file.
         is_sticky = stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX
-        if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not is_sticky:
+        if status.st_mode & others and not is_sticky:
             raise InputError(
                 f"{path} is not used, because others may write to {part}",
                 f"read it; then chmod go-w {part}",

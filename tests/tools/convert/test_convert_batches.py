@@ -68,6 +68,22 @@ for epoch in range(3):
         total += loss.item() * len(real)
     print(f"{{total / len(x):.5f}}")
 """
+# Of nine batches one is left over, of twelve none.
+ACCUMULATED = f"""{HEAD}
+torch.manual_seed(0)
+x = torch.randn(96, 6)
+loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), 8, shuffle=True)
+net = nn.Linear(6, 1)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+for epoch in range(3):
+    for number, (rows, targets) in enumerate(loader):
+        loss = (net(rows) - targets).square().mean() / 2
+        loss.backward()
+        if number % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    print(f"{{loss.item():.5f}}")
+"""
 THREE_TRAININGS = (
     HEAD
     + "".join(
@@ -324,6 +340,15 @@ def test_two_processes_show_the_numbers_of_one(
     if text != AS_IN_A_NOTEBOOK:  # without a seed
         lines = [f"[rank 0] {line}" for line in alone.stdout.splitlines()]
         assert together.stdout.splitlines() == lines
+
+
+@ranks
+@slow
+@pytest.mark.corpus
+def test_a_gradient_that_few_batches_leave_is_no_part_of_a_snapshot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "load_snapshot(" in convert_text(ACCUMULATED, tmp_path, monkeypatch, "g")
 
 
 @ranks
