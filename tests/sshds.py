@@ -101,9 +101,9 @@ def own_address() -> str | None:
 
 
 @contextmanager
-def private_sshd(folder: Path) -> Iterator[Server]:
+def private_sshd(folder: Path, address: str | None = None) -> Iterator[Server]:
     """Skips the test, with the reason, where there is none."""
-    address = own_address()
+    address = address or own_address()
     if SSHD is None or shutil.which("ssh") is None:
         pytest.skip("no sshd: apt-get install openssh-server")
     if address is None:

@@ -65,6 +65,19 @@ def test_a_script_runs_on_all_hosts_with_our_folder_and_environment(
 
 @pytest.mark.slow
 @pytest.mark.ranks
+def test_hosts_of_one_machine_meet_at_its_loopback_address_if_asked(
+    tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
+) -> None:
+    with private_sshd(tmp_path_factory.mktemp("sshd"), "127.0.0.1") as server:
+        flags = "--hosts", ",".join(server.hosts[:AGENTS]), "--ssh", server.ssh, "--nproc", 1
+        refused(run("run", *flags, SCRIPT, cwd=tmp_path), "--local-addr 127.0.0.1 with all nodes")
+        done = run("run", *flags, "--local-addr", "127.0.0.1", SCRIPT, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        wait_until(lambda: not server.sessions(), lambda: f"still there: {server.sessions()}")
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
 def test_a_job_of_grid_engine_runs_on_the_hosts_of_its_file(server: Server, tmp_path: Path) -> None:
     lines = [f"{host} 1 all.q@{host} UNDEFINED\n" for host in server.hosts[:AGENTS]]
     (tmp_path / "pe_hostfile").write_text("".join(lines))

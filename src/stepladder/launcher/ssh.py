@@ -74,7 +74,7 @@ def run_on_hosts(arguments: Sequence[str], hosts: str, ssh: str, topology: Topol
     for host, (address, _) in zip(all_hosts, endpoints, strict=True):
         flags = [] if topology.nodes else ["--nodes", str(count)]
         if count > 1:
-            validate_reachable("--hosts:", address, "")
+            validate_reachable("--hosts:", address, topology.local_addr)
             flags += ["--rdzv-endpoint", rendezvous_endpoint]
             flags += ["--local-addr", topology.local_addr or address]
         commands.append((host, [name, *flags, *command_arguments]))
