@@ -142,7 +142,7 @@ def _explain_text(text: str | None, as_json: bool) -> int:
         return int(not matches)
     print_matches(matches)
     if not matches:
-        where = f"in {text:.60}" if text else "on standard input"
+        where = "in it" if text else "on standard input"
         echo(f"stepladder: no known error message is {where}. HINT: {EXPLAIN_HINT}", err=True)
     return int(not matches)
 
