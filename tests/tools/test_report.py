@@ -416,9 +416,6 @@ def test_durations_are_in_two_units() -> None:
     ]
 
 
-@pytest.mark.slow
-@pytest.mark.ranks
-@needs_browser
 def test_a_value_that_was_not_measured_again_has_its_step() -> None:
     figure = draw_lines(
         "loss", {"training": [(1, 2.0), (2, 1.5), (3, 1.0)], "test": [(1, 3.0)]}, "step", ""
@@ -426,6 +423,9 @@ def test_a_value_that_was_not_measured_again_has_its_step() -> None:
     assert [row[2] for row in figure.values[1:]] == ["3", "3 (of 1)", "3 (of 1)"]
 
 
+@pytest.mark.slow
+@pytest.mark.ranks
+@needs_browser
 def test_the_values_of_a_chart_are_read_without_a_pointer(run_dir: Path, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     assert run("report", run_dir, "-o", page, cwd=tmp_path).returncode == 0
