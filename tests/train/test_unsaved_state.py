@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from fractions import Fraction
 from functools import partial
 from multiprocessing.sharedctypes import synchronized
 from pathlib import Path
@@ -33,7 +34,7 @@ from stepladder.train.evaluation import _compute_batch
 from stepladder.train.kept_state import KeptState
 from stepladder.train.layout.base import HiddenState
 from stepladder.train.pretended_ranks import refuse_collectives
-from stepladder.train.reached_values import MAX_ENDS
+from stepladder.train.reached_values import MAX_ENDS, outline
 from stepladder.train.sync.base import StepResult
 from stepladder.train.unsaved_state import UnsavedState
 
@@ -647,3 +648,17 @@ def test_a_collective_of_the_job_is_refused_where_it_is_called(
         pytest.raises(InputError, match=r"the job calls torch.distributed\.\w"),
     ):
         _compute_batch(nn.Linear(1, 1), metrics, torch.ones(1), torch.device("cpu"))
+
+
+def test_what_a_signal_raises_while_a_value_is_read_changes_nothing() -> None:
+    """As torch does once a worker of a loader has ended."""
+    raised = [RuntimeError("DataLoader worker exited unexpectedly")]
+
+    class Interrupted(Fraction):
+        def __reduce__(self) -> Any:
+            if raised:
+                raise raised.pop()
+            return Fraction, (1, 2)
+
+    Interrupted.__module__ = "fractions"
+    assert outline(Interrupted(1, 2), set()) == outline(Interrupted(1, 2), set())

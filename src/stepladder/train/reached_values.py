@@ -8,7 +8,7 @@ import sys
 import warnings
 import zlib
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import cache, partial
 from itertools import islice
@@ -208,7 +208,18 @@ def _read_plain(value: Any) -> Any:
     if isinstance(value, GeneratorType):
         return value.gi_frame and value.gi_frame.f_lasti
     if isinstance(value, PICKLED_TYPES) or _is_of_library(value):
-        return _Digest().take(value)
+        return _try_twice(partial(_digest, value))
+    return None
+
+
+def _try_twice(read: Callable[[], Any]) -> Any:
+    """Return what is read; None where that fails, as for a logger, a lock or a file.
+
+    The handler of a signal may raise meanwhile: torch's does, once a worker of a loader has ended.
+    """
+    for _ in range(2):
+        with suppress(Exception):
+            return read()
     return None
 
 
@@ -240,15 +251,13 @@ class _Digest:
         if self.left <= 0:
             raise EOFError
 
-    def take(self, value: Any) -> int | None:
-        """Return the checksum of what pickle saves of a value; None of a logger, a lock, a file."""
-        try:
-            _DataPickler(self).dump(value)
-        except EOFError:
-            return self.checksum
-        except Exception:
-            return None
-        return self.checksum
+
+def _digest(value: Any) -> int:
+    """Return the checksum of what pickle saves of a value."""
+    digest = _Digest()
+    with suppress(EOFError):
+        _DataPickler(digest).dump(value)
+    return digest.checksum
 
 
 def _list_parts(value: Any, saved: set[int]) -> Iterable[Any]:
@@ -282,9 +291,9 @@ def _read_reduced(value: Any) -> tuple[Any, ...]:
     if hasattr(value, "get_obj") and not is_plain:
         return (bytes(value.get_obj()),)
     if type(value).__module__ in DATA_MODULES and not is_plain:
-        with suppress(Exception), warnings.catch_warnings():  # a lock, an open file, a function
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return tuple(value.__reduce_ex__(2)[1:3])
+            return _try_twice(lambda: tuple(value.__reduce_ex__(2)[1:3])) or ()
     return ()
 
 
