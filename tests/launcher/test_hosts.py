@@ -71,7 +71,7 @@ def test_hosts_of_one_machine_meet_at_its_loopback_address_if_asked(
     with private_sshd(tmp_path_factory.mktemp("sshd"), "127.0.0.1") as server:
         flags = "--hosts", ",".join(server.hosts[:AGENTS]), "--ssh", server.ssh, "--nproc", 1
         refused(run("run", *flags, SCRIPT, cwd=tmp_path), "--local-addr 127.0.0.1 with all nodes")
-        done = run("run", *flags, "--local-addr", "127.0.0.1", SCRIPT, cwd=tmp_path)
+        done = run("run", *flags, "--local-addr", "127.0.0.1", SCRIPT, "about", cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         wait_until(lambda: not server.sessions(), lambda: f"still there: {server.sessions()}")
 
