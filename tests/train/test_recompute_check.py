@@ -275,9 +275,9 @@ def load_loss() -> Any:
 
 def weights_of_sound_jobs(
     comm: Comm, folder: Path, shards: Path, names: list[str], every: int | None
-) -> dict[str, tuple[str, float]]:
+) -> dict[str, str]:
     """46 samples in batches of 16 and microbatches of 2: the last step has 7, fewer than some
-    ranks' shares.
+    ranks' shares. Random numbers left after the last pass are nobody's: each pass has a seed.
     """
     np.random.seed(comm.world.rank)  # else each process may draw a seed of its own from the system
     results = {}
@@ -288,7 +288,7 @@ def weights_of_sound_jobs(
         with loop_of(comm, job, folder / name, **options) as loop:
             while not loop.session.is_over:
                 loop.step()
-        results[name] = hash_weights(job.model), float(np.random.rand())
+        results[name] = hash_weights(job.model)
     return results
 
 
@@ -301,7 +301,7 @@ def weights_of_sound_jobs(
         pytest.param(2, ["workers"], marks=pytest.mark.slow),
     ],
 )
-def test_a_sound_job_ends_with_the_same_weights_and_random_numbers(
+def test_a_sound_job_ends_with_the_same_weights(
     world_size: int, names: list[str], tmp_path: Path
 ) -> None:
     x = np.random.default_rng(0).normal(size=(46, 6)).astype(np.float32)

@@ -25,7 +25,5 @@ def facts_of(violation: Violation, runs: FrozenRuns, evidence: RunEvidence) -> I
         yield "times the ranks"
     if math.isclose(violation.ratio * runs.factor, 1, rel_tol=SAME_RATIO):
         yield "by the ranks"
-    if runs.compared.was_cut_short:
-        yield "cut short"
     if any(event.cls in STEPS_BY_DIRECTION for event in evidence.rank_0.select(OptimizerBuilt)):
         yield "steps by direction"
