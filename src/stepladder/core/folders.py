@@ -100,7 +100,9 @@ def validate_ownership(path: Path) -> None:
                 f"{path} is not used, because user {status.st_uid} owns {part}",
                 f"read it; then cp {path} to a folder of your own, and work there",
             )
-        others = stat.S_IWOTH | (stat.S_IWGRP if status.st_gid != _ROOT_GROUP_ID else 0)
+        others = stat.S_IWOTH
+        if status.st_gid != _ROOT_GROUP_ID:
+            others |= stat.S_IWGRP
         # In a sticky folder, such as /tmp, nobody can replace another user's file.
         is_sticky = stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX
         if status.st_mode & others and not is_sticky:

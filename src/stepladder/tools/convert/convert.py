@@ -360,8 +360,9 @@ class Converter:
         if texts != self.started_texts:  # a rung may change nothing
             self.started = self.starter.run(starts_of_converted(texts, self.num_processes))
             self.started_texts = texts
-        # Rows that are gathered are those of the whole batch.
-        judged = rung.judged - {"values-of-sums"} if conversion.gathered else rung.judged
+        judged = rung.judged
+        if conversion.gathered:  # then rows are those of the whole batch
+            judged -= {"values-of-sums"}
         return edited, prove(self.original, self.started, ran, judged)
 
     def mend_numbers(

@@ -216,7 +216,9 @@ def change_weights_at_first_call() -> None:
                 continue
             changed.add(id(parameter))
             generator.manual_seed(parameter.numel())
-            own = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+            own = parameter
+            if hasattr(parameter, "to_local"):
+                own = parameter.to_local()
             noise = torch.randn(own.shape, generator=generator).to(own)
             with torch.no_grad():
                 own.mul_(1.0 + WEIGHT_CHANGE * noise)
