@@ -89,7 +89,7 @@ class ShareOfSampler:
             drawn = [list(islice(draws, most))]
             dist.broadcast_object_list(drawn)
             has_more = len(drawn[0]) == most
-            for item in (drawn[0] * size)[rank : self.dealt(len(drawn[0])) : size]:
+            for item in drawn[0][rank : self.dealt(len(drawn[0])) : size]:
                 DataLoader.given.append(len(item) if isinstance(item, list) else 1)
                 yield item
 
@@ -98,11 +98,19 @@ class ShareOfSampler:
         return len(range(dist.get_rank(), dealt, dist.get_world_size()))
 
     def dealt(self, number):
-        """Return how many samples are dealt: each process gets one of a last batch, or more."""
+        """Return how many of some samples are dealt: the last batch may be dropped."""
         rest = number % self.batch_size
         if rest and self.drop_last:
             return number - rest
-        return number - rest + max(rest, dist.get_world_size()) if rest else number''',
+        require_share(rest)
+        return number''',
+    "require_share": '''\
+def require_share(rows):
+    """End a start in which some processes would have no sample of a last batch."""
+    processes = dist.get_world_size()
+    if 0 < rows < processes:
+        text = f"a last batch of {rows} has no sample for each of {processes} processes"
+        sys.exit(1 if dist.get_rank() else f"{text}. HINT: drop_last=True, or another batch")''',
     "copy_loader": '''\
 def copy_loader(loader, **changes):
     """Return a loader like another one, of other batches."""
@@ -140,14 +148,15 @@ def share_rows(*values):
     return rows if len(rows) > 1 else rows[0]''',
     "rows_of": '''\
 def rows_of(value, number, size):
-    """Return each n-th row; a process without one gets one again."""
+    """Return each n-th row."""
     if isinstance(value, dict):
         return {name: rows_of(part, number, size) for name, part in value.items()}
     if isinstance(value, (list, tuple)) and hasattr(value[0], "shape"):
         return [rows_of(part, number, size) for part in value]
     if not hasattr(rows_of, "share"):  # of the first batch: a last one may be smaller
         rows_of.share = share_of_batch(len(value))
-    rows = [*range(number, len(value), size)] or [number % len(value)]
+    require_share(len(value))
+    rows = [*range(number, len(value), size)]
     if torch.is_tensor(value):
         return value[rows].detach().cpu()
     return [value[row] for row in rows] if isinstance(value, list) else value[rows]''',
