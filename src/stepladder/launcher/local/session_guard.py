@@ -15,6 +15,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import BaseContext
 from pathlib import Path
+from typing import Any
 
 GUARD_DONE = b"done"
 KILL_ROUNDS = 3  # a process may start another one while processes are listed
@@ -50,10 +51,16 @@ def _guard_sessions(pipe: Connection, launcher: int) -> None:
     os.setsid()  # a signal to the launcher's process group is not meant for this process
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     start_times: dict[int, str] = {}  # of the session leaders
+    # Where ranks are forked from the launcher, they hold the other end of the pipe too.
+    waited: list[Any] = [pipe]
+    timeout: float | None = (
+        0.0  # a launcher that ended before this process began has told of its ranks
+    )
     with suppress(EOFError, OSError):
-        # Where ranks are forked from the launcher, they hold the other end of the pipe too.
-        end_of_launcher = os.pidfd_open(launcher)
-        while pipe in wait([pipe, end_of_launcher]):
+        with suppress(ProcessLookupError):
+            waited.append(os.pidfd_open(launcher))
+            timeout = None
+        while pipe in wait(waited, timeout):
             if (message := pipe.recv_bytes()) == GUARD_DONE:
                 os._exit(0)
             pid = int(message)
