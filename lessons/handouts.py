@@ -10,7 +10,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 COMMENT = re.compile(r"<!--.*?-->\n?", re.DOTALL)
 PICTURE = re.compile(r"!\[([^\]]*)\]\(([^)]+\.svg)\)", re.DOTALL)
-LINK = re.compile(r"\[([^\]]+)\]\((?!https?:)[^)]+\)", re.DOTALL)
+LINK = re.compile(r"(?<!!)\[([^\]]+)\]\((?!https?:)[^)]+\)", re.DOTALL)
 OUTPUT = re.compile(r"<!-- generated: output -->\n```text\n(.*?)```", re.DOTALL)
 COMMENT_OF_LINE = re.compile(r"  # .*")
 DOCSTRING = re.compile(r'^ *""".*?"""\n', re.DOTALL | re.MULTILINE)
@@ -69,9 +69,11 @@ def make_slides(lessons):
         ]
         slides += [make_slide(title, picture) for picture in pictures]
         slides.append(make_slide(title, show_code(lesson, "".join(pictures))))
-        output = shorten(OUTPUT.search(text)[1], MAX_ROWS - 3, WHOLE_WIDTH)
-        body = f"    {lesson['command']}\n\n```text\n{output}```\n"
-        slides.append(make_slide(f"{title}: what it prints", render(body)))
+        printed = f"{title}: what it prints"
+        rows = MAX_ROWS + 1 - count_rows([lesson["command"]], WHOLE_WIDTH)
+        first, *others = split_rows(find_output(text), rows)
+        slides.append(make_slide(printed, render(f"    {lesson['command']}\n\n{first}")))
+        slides += [make_slide(printed, render(part)) for part in others]
         look = split_text(find_section(text, "What to look for"), MAX_TEXT)
         slides += [make_slide(f"{title}: what to look for", render(part)) for part in look]
     return (
@@ -123,15 +125,17 @@ def count_rows(lines, width):
     return rows
 
 
-def shorten(text, max_rows, width):
-    """Leave out lines before the last one, so that the text has so many rows at most."""
-    *lines, last = text.splitlines()
-    kept = list(lines)
-    while count_rows([*kept, last], width) > max_rows:
-        kept.pop()
-    if kept != lines:
-        kept[-1] = "..."
-    return "\n".join([*kept, last, ""])
+def split_rows(text, max_rows):
+    """Split an output into blocks that fit on a slide, first where lines are left out."""
+    is_long = count_rows(text.splitlines(), WHOLE_WIDTH) > max_rows
+    blocks = [[]]
+    for line in text.splitlines():
+        if count_rows([*blocks[-1], line], WHOLE_WIDTH) > max_rows:
+            blocks.append([])
+        blocks[-1].append(line)
+        if is_long and line == "...":
+            blocks.append([])
+    return ["\n".join(["```text", *block, "```\n"]) for block in blocks if block]
 
 
 def split_text(text, max_letters):
@@ -185,13 +189,13 @@ def make_notebook(lesson):
     text = read_page(lesson)
     args = shlex.split(lesson["command"])[2:]  # without python and the file
     code = (HERE / lesson["folder"] / "lesson.py").read_text()
-    intro = PICTURE.sub("", text.partition("## ")[0])
+    printed = find_output(text)
     look = find_section(text, "What to look for")
     cells = [
-        make_cell("markdown", plain(intro)),
+        make_cell("markdown", plain(PICTURE.sub(find_beside, text.partition("## ")[0]))),
         make_cell("markdown", "The lesson is one file. Processes cannot start from a cell's code."),
         make_cell("code", f"%%writefile lesson.py\n{code}"),
-        make_cell("code", f"import sys\n!{{sys.executable}} lesson.py {shlex.join(args)}"),
+        make_cell("code", f"import sys\n!{{sys.executable}} lesson.py {shlex.join(args)}", printed),
         make_cell("markdown", f"## What to look for\n\n{plain(look)}"),
     ]
     kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
@@ -199,9 +203,22 @@ def make_notebook(lesson):
     return json.dumps({**notebook, "nbformat_minor": 5}, indent=1) + "\n"
 
 
-def make_cell(kind, text):
+def find_pictures(lesson):
+    """Return the paths of a lesson's pictures that are installed."""
+    paths = [HERE / lesson["folder"] / path for _, path in PICTURE.findall(read_page(lesson))]
+    return [path for path in paths if path.is_file()]
+
+
+def find_beside(picture):
+    """Return a picture of a page as one in the folder of the notebook."""
+    return f"![{picture[1]}]({Path(picture[2]).name})"
+
+
+def make_cell(kind, text, printed=""):
     cell = {"cell_type": kind, "id": f"{kind}-{len(text)}", "metadata": {}, "source": text}
-    return cell | ({"execution_count": None, "outputs": []} if kind == "code" else {})
+    shown = {"output_type": "stream", "name": "stdout", "text": printed}
+    outputs = [shown] if printed else []
+    return cell | ({"execution_count": None, "outputs": outputs} if kind == "code" else {})
 
 
 # -- pages -----------------------------------------------------------------------------------------
@@ -209,6 +226,10 @@ def make_cell(kind, text):
 
 def read_page(lesson):
     return (HERE / lesson["folder"] / "README.md").read_text()
+
+
+def find_output(text):
+    return OUTPUT.search(text)[1]
 
 
 def find_section(text, title):

@@ -301,6 +301,8 @@ def write_notebooks(folder):
         if lesson["command"].startswith("python "):  # neither torchrun nor Slurm starts it
             path = folder / f"{lesson['folder']}.ipynb"
             write_handout(path, handouts.make_notebook(lesson))
+            for picture in handouts.find_pictures(lesson):
+                write_handout(folder / picture.name, picture.read_text(encoding="utf-8"))
 
 
 def write_handout(path, text):

@@ -178,14 +178,14 @@ def main():
         for args.nproc in sizes:
             start(worker, args)
             rows.append(args.results.get())
-    print("processes  steps  seconds per epoch  communication  at best  times as fast")
+    print("processes  steps  s/epoch  sending  at best  speed-up")
     for nproc, (all_steps, steps, rounds) in zip(sizes, rows, strict=True):
         # Ratios within a round, in which other programs slow all three alike.
         speedup = median(alone / together for alone, _, together in rounds)
         share = max(0, median(1 - apart / together for _, apart, together in rounds))
         best = nproc * (1 - share)
         seconds = median(together for _, _, together in rounds)
-        print(f"{nproc:9}  {steps:5}  {seconds:17.4f}  {share:13.0%}  {best:7.2f}  {speedup:13.2f}")
+        print(f"{nproc:9}  {steps:5}  {seconds:7.4f}  {share:7.0%}  {best:7.2f}  {speedup:8.2f}")
         assert steps == ceil(all_steps / nproc), f"{steps} steps for {all_steps} on one process"
     print(f"{share:.0%} of the time is communication; {os.cpu_count()} cores are there to share")
     print(

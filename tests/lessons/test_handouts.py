@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import os
 import re
 import subprocess
@@ -65,6 +66,11 @@ def test_each_lesson_has_slides_with_its_claim(slides: Path) -> None:
     numbers = [int(number) for number in re.findall(r'<section id="lesson-(\d+)"', text)]
     assert numbers == list(range(1, len(folders) + 1))
     assert text.count("claim holds: ") >= len(folders)
+    shown = html.unescape(text)
+    for folder in folders:
+        printed = re.search(r"```text\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)
+        missing = [line for line in printed[1].splitlines() if line not in shown]
+        assert not missing, f"{folder.name}: no line of the output is left out"
     assert text.count('src="data:image/svg+xml;base64,') >= 12
     assert re.findall(r'href="(?!#|https://)[^"]*"', text) == [], "nothing leads out of the file"
     assert "<!--" not in text and "generated:" not in text
@@ -116,10 +122,15 @@ def test_the_notebooks_run_and_reach_the_claim(tmp_path: Path, short_folder: Pat
     paths = sorted(tmp_path.glob("*.ipynb"))
     numbers = [int(path.stem[:2]) for path in paths]
     assert numbers == [*range(1, 10), *range(19, 24)]
-    assert written == "".join(f"written: {path}\n" for path in paths)
+    files = sorted(set(tmp_path.iterdir()) - {tmp_path / "ipython"})
+    assert set(written.splitlines()) == {f"written: {path}" for path in files}
     for path in paths:
         notebook = nbformat.read(path, as_version=4)
         nbformat.validate(notebook)
+        pictures = re.findall(r"!\[[^\]]*\]\(([^)]+)\)", notebook.cells[0].source)
+        assert all((tmp_path / picture).is_file() for picture in pictures)
+        assert len(pictures) == (LESSONS / path.stem / "README.md").read_text().count(".svg)")
+        assert "claim holds: " in notebook.cells[3].outputs[0].text, "the output is shown unrun"
         if int(path.stem[:2]) not in RUN_NOTEBOOKS:
             continue
         resources = {"metadata": {"path": str(tmp_path)}}

@@ -124,10 +124,11 @@ def test_this_version_is_read_and_so_is_one_that_says_no_version(
     "text, result",
     [
         ('{"schema": 2}', "written by a newer stepladder: its schema is 2, this one knows 1"),
-        ('{"schema": "2"}', "config.json is damaged (TypeError"),
-        ("{", "config.json is damaged (ValueError: it is not JSON"),
-        ("[1]", "config.json is damaged (ValueError: it is [1]"),
-        ('{"plan": 1}', "config.json is damaged (TypeError"),
+        ('{"schema": "2"}', "config.json is damaged: a value has another type"),
+        ("{", "config.json is damaged: it is not JSON, from line 1 on"),
+        ("[1]", "config.json is damaged: it is [1]"),
+        ("{}", "config.json is damaged: 'plan' is missing"),
+        ('{"plan": 1}', "config.json is damaged: a value has another type"),
     ],
 )
 def test_what_cannot_be_read_is_named_with_what_to_do(

@@ -311,6 +311,14 @@ def test_a_damaged_snapshot_is_said_and_left_out(copied: tuple[Path, Path]) -> N
     assert "a snapshot of step 8 is damaged (model.safetensors: 100 bytes" in err
 
 
+def test_half_a_last_line_is_said(copied: tuple[Path, Path]) -> None:
+    metrics = copied[1] / "metrics.jsonl"
+    metrics.write_bytes(metrics.read_bytes()[:-9])
+    code, out, err = call_diff(*copied, cwd=copied[1].parent)
+    assert code == 0 and "common steps" in out
+    assert f"the last line of {metrics} is half a line, and left out" in err
+
+
 def test_a_ledger_that_proves_nothing_is_said_and_the_run_is_not_trained_again(
     copied: tuple[Path, Path],
 ) -> None:

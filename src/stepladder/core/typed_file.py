@@ -82,6 +82,8 @@ def parse_json(text: str | bytes, kind: type[Kind]) -> Kind:
         value = json.loads(text, object_pairs_hook=make_object)
     except RecursionError as error:
         raise ValueError(NESTED_TOO_DEEPLY) from error
+    except json.JSONDecodeError as error:
+        raise ValueError(f"it is not JSON, from line {error.lineno} on") from error
     except ValueError as error:
         raise ValueError(f"it is not JSON ({error})") from error
     converted: Kind = convert(value, kind)

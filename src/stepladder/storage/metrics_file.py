@@ -36,11 +36,17 @@ def is_metrics_line(line: Line) -> bool:
     return is_finite_number(line["lr"]) and is_finite_number(line.get("loss"))
 
 
-def read_step_lines(run_dir: Path) -> Iterator[Line]:
-    """Yield the line of each step in metrics.jsonl; a damaged line is an InputError."""
-    for line in JsonlReader(run_dir / METRICS_FILE, is_metrics_line, is_strict=True).read_new():
-        if "lr" in line:
-            yield line
+def read_step_lines(run_dir: Path, problems: list[str] | None = None) -> Iterator[Line]:
+    """Yield the line of each step in metrics.jsonl; a damaged line is an InputError.
+
+    Args:
+        run_dir: The run directory.
+        problems: Gets a sentence if the last line is half a line.
+    """
+    reader = JsonlReader(run_dir / METRICS_FILE, is_metrics_line, is_strict=True)
+    yield from (line for line in reader.read_new() if "lr" in line)
+    if problems is not None:
+        problems.extend(reader.describe_damage())
 
 
 def read_last_step(run_dir: Path) -> int:

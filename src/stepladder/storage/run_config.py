@@ -17,7 +17,7 @@ from stepladder.core.errors import InputError, as_input_error, get_reason, to_on
 from stepladder.core.masking import drop_masked
 from stepladder.core.order import SORT
 from stepladder.core.typed_file import Kind, convert, hash_file
-from stepladder.storage.run_files import CONFIG_FILE, suggest_run_dirs, validate_schema
+from stepladder.storage.run_files import CONFIG_FILE, as_damage, suggest_run_dirs, validate_schema
 
 # Compared first, because other settings follow from them.
 DEFINING_SETTINGS = ("recipe", "sync", "batch_per_rank")
@@ -38,15 +38,11 @@ def open_config(run_dir: Path) -> Iterator[dict[str, Any]]:
             f"{run_dir} is not a run directory: {CONFIG_FILE}: {get_reason(error)}",
             suggest_run_dirs(run_dir, CONFIG_FILE),
         ) from error
-    try:
+    hint = "put a copy there, or train again with --fresh"
+    with as_damage(run_dir / CONFIG_FILE, hint):
         config: dict[str, Any] = typed_file.parse_json(text, dict)
         validate_schema(config, run_dir / CONFIG_FILE)
         yield config
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InputError(
-            f"{run_dir / CONFIG_FILE} is damaged ({type(error).__name__}: {error})",
-            "put a copy there, or train again with --fresh",
-        ) from error
 
 
 def read_recipe_config(run_dir: Path, name: str, kind: type[Kind], lacks: str, hint: str) -> Kind:
@@ -90,10 +86,8 @@ def find_shuffle(config: dict[str, Any] | None, run_dir: Path) -> str:
     """
     if config is None:
         return ""
-    try:
+    with as_damage(run_dir / CONFIG_FILE):
         shuffle: str = convert(config["plan"].get("shuffle", SORT), str)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InputError(f"{run_dir / CONFIG_FILE} is damaged ({error})", "--fresh") from error
     return shuffle
 
 

@@ -7,11 +7,12 @@ import os
 import re
 import shlex
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from stepladder.core import typed_file
-from stepladder.core.errors import InputError
+from stepladder.core.errors import InputError, get_reason
 from stepladder.storage.lock import (
     AGENTS_LOCK_FILE,
     LINK_LOCK_FILE,
@@ -60,22 +61,32 @@ SNAPSHOT_NAME = re.compile("step_[0-9]{8,18}")
 LEDGER_FILE_NAME = re.compile(r"attempt-([0-9]{4,12})\.rank-([0-9]{1,12})\.jsonl")
 
 
+@contextmanager
+def as_damage(path: Path, hint: str = "--fresh") -> Iterator[None]:
+    """Raise as InputError what a program meets in the block that reads values of a damaged file."""
+    try:
+        yield
+    except KeyError as error:
+        raise InputError(f"{path} is damaged: {error} is missing", hint) from error
+    except ValueError as error:
+        raise InputError(f"{path} is damaged: {get_reason(error)}", hint) from error
+    except (TypeError, AttributeError) as error:  # Python's words explain nothing
+        raise InputError(f"{path} is damaged: a value has another type", hint) from error
+
+
 def read_stored_json(run_dir: Path, name: str) -> dict[str, Any] | None:
     """Return the content of config.json or result.json, None if the file does not exist.
 
     Raises:
         InputError: If the file is damaged, or was written by a newer version.
     """
-    try:
+    with suppress(FileNotFoundError), as_damage(run_dir / name):
         value: dict[str, Any] = typed_file.parse_json(typed_file.read_file(run_dir / name), dict)
         validate_schema(value, run_dir / name)
         key, kind = REQUIRED_KEYS[name]
         typed_file.convert(value[key], kind, key)
-    except FileNotFoundError:
-        return None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InputError(f"{run_dir / name} is damaged ({error})", "--fresh") from error
-    return value
+        return value
+    return None
 
 
 def validate_schema(content: dict[str, Any], path: Path) -> None:

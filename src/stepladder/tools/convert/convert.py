@@ -10,6 +10,7 @@ from itertools import chain, product
 from pathlib import Path
 
 from stepladder.core.errors import InputError, to_one_line
+from stepladder.core.python_file import parse_source
 from stepladder.core.scratch import temporary_folder
 from stepladder.core.signals import exit_on_signals
 from stepladder.tools.check import check as checking
@@ -131,6 +132,7 @@ def convert(
     Raises:
         InputError: The script does not run, or trains nothing, on one process.
     """
+    parse_source(request.script)
     style = find_styles(request.script.absolute(), Path.cwd(), None)[0]
     with exit_on_signals(), temporary_folder() as folder, closing(ForkServers()) as servers:
         starter = ScriptStarter(

@@ -51,7 +51,7 @@ class RecordedRun:
             )
 
     def step_lines(self) -> Iterator[Line]:
-        return read_step_lines(self.run_dir)
+        return read_step_lines(self.run_dir, self.problems)
 
     @property
     def settings(self) -> dict[str, Any]:
