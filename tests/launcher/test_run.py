@@ -74,6 +74,40 @@ def test_no_other_machine_reaches_the_ranks_of_one(
     }  # the store, and gloo
 
 
+BATCH_NORM = """\
+import os, torch, torch.distributed as dist
+from torch import nn
+torch.manual_seed(0)
+x, y = torch.randn(6, 3), torch.randn(6, 2)
+model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 2))
+rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+if size > 1:
+    dist.init_process_group("gloo")
+    model = nn.parallel.DistributedDataParallel(nn.SyncBatchNorm.convert_sync_batchnorm(model))
+for _ in range(3):
+    loss = nn.functional.mse_loss(model(x[rank::size]), y[rank::size])
+    model.zero_grad()
+    loss.backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter -= 0.1 * parameter.grad
+state = torch.cat([tensor.flatten().float() for tensor in model.state_dict().values()])
+print([round(value, 4) for value in state.tolist()])
+"""
+
+
+def test_batch_norm_of_cpu_ranks_is_that_of_the_whole_batch(
+    tmp_path: Path, env: dict[str, str]
+) -> None:
+    (tmp_path / "script.py").write_text(BATCH_NORM)
+    alone = run("run", "--nproc", 1, "script.py", cwd=tmp_path, env=env)
+    together = run("run", *NPROC, "script.py", cwd=tmp_path, env=env)
+    assert "SyncBatchNorm works on CPUs here" in together.stderr
+    expected = alone.stdout.strip()
+    assert expected.count(",") > 20, alone.stderr
+    assert [lines_of(together.stdout, rank) for rank in (0, 1)] == [[expected]] * 2, together.stderr
+
+
 # -- what the script sees --------------------------------------------------------------------------
 
 

@@ -169,6 +169,19 @@ def _use_cpus_together(_: ModuleType) -> None:
         os.environ.setdefault("ACCELERATE_USE_CPU", "true")
 
 
+def _synchronize_batch_norm(_: ModuleType) -> None:
+    """Let SyncBatchNorm work on CPU ranks."""
+    from stepladder_exchange.torch_fixes_batch_norm import synchronize_on_cpus
+
+    synchronize_on_cpus(_announce_batch_norm)
+
+
+@cache
+def _announce_batch_norm() -> None:
+    if os.environ["RANK"] == "0":
+        print_message("SyncBatchNorm works on CPUs here; under torchrun it needs GPUs")
+
+
 def prepare_groups(load_function: Callable[[], Callable[..., Any]]) -> None:
     """Make torch's groups and data loaders of this process tell what they wait for.
 
@@ -179,6 +192,7 @@ def prepare_groups(load_function: Callable[[], Callable[..., Any]]) -> None:
     keep_stores_of_groups()
     name_groups_in_stacks()
     call_after_import("accelerate.state", _use_cpus_together)
+    call_after_import("torch.nn.parallel.distributed", _synchronize_batch_norm)
     report_unsent_batches()
     if os.environ.get(EXCHANGE_VARIABLE) == MEMORY_EXCHANGE:
         make_groups_by(load_function)

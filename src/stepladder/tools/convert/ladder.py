@@ -68,7 +68,7 @@ RUNGS = (
         "average the gradients",
         "The model is wrapped, so that all processes make the same step; its attributes are read "
         "from the model inside. If its parts are called alone, each gradient is averaged. Batch "
-        "norm, if there is any, sees the whole batch, for which torch needs GPUs.",
+        "norm, if there is any, sees the whole batch; under torchrun that needs GPUs.",
         "Each process would train another model, on its share alone.",
         (
             rungs.wrap_models,

@@ -27,7 +27,6 @@ from stepladder.tools.check.probe_settings import (
     SIMULATED_GPUS_AVAILABLE,
 )
 from stepladder.tools.check.simulated_gpu import (
-    batch_norm,
     collectives,
     cuda,
     devices,
@@ -37,6 +36,7 @@ from stepladder.tools.check.simulated_gpu import (
 from stepladder.tools.check.simulated_gpu.collectives import replace_arguments
 from stepladder.tools.check.simulated_gpu.refusal import Function
 from stepladder_exchange.after_import import AfterImport
+from stepladder_exchange.torch_fixes_batch_norm import synchronize_on_cpus
 
 # Those that torch does not count among its factories, since a tensor or a file says where they are.
 FURTHER_FACTORIES = (
@@ -283,8 +283,7 @@ def patch_distributed() -> None:
             setattr(owner, "ProcessGroupNCCL", collectives.ProcessGroupNCCL)  # noqa: B010
     wrap_both(dist.device_mesh, dist, "init_device_mesh", devices.with_cpu_type)
     wrap(dist.device_mesh.DeviceMesh, "__init__", devices.with_cpu_type)
-    wrap(torch.nn.SyncBatchNorm, "forward", batch_norm.synchronize_on_cpu)
-    replace(DistributedDataParallel, "_passing_sync_batchnorm_handle", lambda self, module: None)
+    synchronize_on_cpus()
     without_devices = {"device_ids": None, "output_device": None}
     wrap(DistributedDataParallel, "__init__", partial(replace_arguments, without_devices))
 

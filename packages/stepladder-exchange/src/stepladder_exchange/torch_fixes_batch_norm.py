@@ -1,13 +1,16 @@
-"""SyncBatchNorm on CPU ranks: torch has it for GPUs alone."""
+"""SyncBatchNorm on CPU ranks: torch 2.11 to 2.15 have it for GPUs alone."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
+from torch.nn.parallel import DistributedDataParallel
 
 original_all_reduce = c10d.all_reduce  # no collective of the script: the probe does not record it
 
@@ -33,14 +36,29 @@ def sum_over_ranks(tensor: Tensor, group: Any) -> Any:
     return SumOverRanks.apply(tensor, group)  # type: ignore[no-untyped-call]
 
 
-def synchronize_on_cpu(_original: Any, layer: Any, input: Tensor) -> Any:
-    """Stand in for `SyncBatchNorm.forward`: exchange the statistics between CPU ranks."""
-    group = None
-    if layer.training and dist.is_initialized():
-        group = layer.process_group or dist.group.WORLD
-    if group is None or dist.get_world_size(group) == 1:
-        return super(torch.nn.SyncBatchNorm, layer).forward(input)
-    return normalize(layer, input, group)
+def synchronize_on_cpus(announce: Callable[[], None] = lambda: None) -> None:
+    """Let SyncBatchNorm exchange its statistics between CPU ranks.
+
+    Args:
+        announce: Called in the first pass that does so.
+    """
+    original = torch.nn.SyncBatchNorm.forward
+
+    @wraps(original)
+    def forward(layer: Any, input: Tensor) -> Any:
+        if input.is_cuda:
+            return original(layer, input)
+        group = None
+        if layer.training and dist.is_initialized():
+            group = layer.process_group or dist.group.WORLD
+        if group is None or dist.get_world_size(group) == 1:
+            return super(torch.nn.SyncBatchNorm, layer).forward(input)
+        announce()
+        return normalize(layer, input, group)
+
+    torch.nn.SyncBatchNorm.forward = forward  # type: ignore[method-assign]
+    # It only raises an error, where a layer is on CPUs.
+    DistributedDataParallel._passing_sync_batchnorm_handle = lambda *_: None  # type: ignore[method-assign]
 
 
 def normalize(layer: Any, samples: Tensor, group: Any) -> Any:
