@@ -56,7 +56,7 @@ def synchronize_on_cpus(announce: Callable[[], None] = lambda: None) -> None:
         announce()
         return normalize(layer, input, group)
 
-    torch.nn.SyncBatchNorm.forward = forward  # type: ignore[method-assign]
+    torch.nn.SyncBatchNorm.forward = forward  # type: ignore[method-assign, assignment]
     # It only raises an error, where a layer is on CPUs.
     DistributedDataParallel._passing_sync_batchnorm_handle = lambda *_: None  # type: ignore[method-assign]
 
