@@ -42,6 +42,7 @@ ATTRIBUTES_OF_OTHERS = 80
 SET_FROM_OUTSIDE = {
     "BIT_GENERATOR.randbits": "a patch of NumPy",
     "BatchIterator.__next__": "the iterator of a user's DataLoader, timed from outside",
+    "DistributedDataParallel._passing_sync_batchnorm_handle": "a patch of torch",
     "Queue._on_queue_feeder_error": "a patch of multiprocessing",
     "_syscall.argtypes": "ctypes declares a C function so",
     "_syscall.restype": "the same",

@@ -12,28 +12,28 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel
 
-original_all_reduce = c10d.all_reduce  # no collective of the script: the probe does not record it
+_original_all_reduce = c10d.all_reduce  # no collective of the script: the probe does not record it
 
 
-class SumOverRanks(torch.autograd.Function):
+class _SumOverRanks(torch.autograd.Function):
     """The sum of a tensor over the ranks of a group, and of its gradient likewise."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Any) -> Tensor:
         ctx.group = group
         total = tensor.clone()
-        original_all_reduce(total, group=group)
+        _original_all_reduce(total, group=group)
         return total
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         total = gradients[0].contiguous().clone()
-        original_all_reduce(total, group=ctx.group)
+        _original_all_reduce(total, group=ctx.group)
         return total, None
 
 
-def sum_over_ranks(tensor: Tensor, group: Any) -> Any:
-    return SumOverRanks.apply(tensor, group)  # type: ignore[no-untyped-call]
+def _sum_over_ranks(tensor: Tensor, group: Any) -> Any:
+    return _SumOverRanks.apply(tensor, group)  # type: ignore[no-untyped-call]
 
 
 def synchronize_on_cpus(announce: Callable[[], None] = lambda: None) -> None:
@@ -54,26 +54,26 @@ def synchronize_on_cpus(announce: Callable[[], None] = lambda: None) -> None:
         if group is None or dist.get_world_size(group) == 1:
             return super(torch.nn.SyncBatchNorm, layer).forward(input)
         announce()
-        return normalize(layer, input, group)
+        return _normalize(layer, input, group)
 
     torch.nn.SyncBatchNorm.forward = forward  # type: ignore[method-assign, assignment]
     # It only raises an error, where a layer is on CPUs.
     DistributedDataParallel._passing_sync_batchnorm_handle = lambda *_: None  # type: ignore[method-assign]
 
 
-def normalize(layer: Any, samples: Tensor, group: Any) -> Any:
+def _normalize(layer: Any, samples: Tensor, group: Any) -> Any:
     """Return samples that are normalized by the mean and variance over all ranks."""
     layer._check_input_dim(samples)
     has_few_digits = samples.dtype in (torch.float16, torch.bfloat16)
     values = samples.float() if has_few_digits else samples
     rows = values.transpose(1, -1).flatten(0, -2)  # (values of a channel, channels)
     own_count = rows.new_tensor([rows.size(0)])
-    count = sum_over_ranks(own_count, group)
-    mean = sum_over_ranks(rows.sum(0), group) / count
+    count = _sum_over_ranks(own_count, group)
+    mean = _sum_over_ranks(rows.sum(0), group) / count
     centered = rows - mean
-    variance = sum_over_ranks(centered.square().sum(0), group) / count
+    variance = _sum_over_ranks(centered.square().sum(0), group) / count
     if layer.track_running_stats:
-        update_running_statistics(layer, mean.detach(), variance.detach(), float(count))
+        _update_running_statistics(layer, mean.detach(), variance.detach(), float(count))
     normalized = centered * torch.rsqrt(variance + layer.eps)
     if layer.weight is not None:
         normalized = normalized * layer.weight
@@ -83,7 +83,7 @@ def normalize(layer: Any, samples: Tensor, group: Any) -> Any:
     return result.to(samples.dtype).contiguous()
 
 
-def update_running_statistics(layer: Any, mean: Tensor, variance: Tensor, count: float) -> None:
+def _update_running_statistics(layer: Any, mean: Tensor, variance: Tensor, count: float) -> None:
     layer.num_batches_tracked.add_(1)
     momentum = layer.momentum
     if momentum is None:  # the mean over all batches
