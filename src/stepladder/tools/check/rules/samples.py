@@ -25,6 +25,7 @@ from stepladder.tools.findings.finding import Finding
 MIN_COMMON_ROWS = 8
 DEVIATIONS_OF_CHANCE = 5
 MIN_HELD = 10
+ROUNDING_OF_SAMPLES = 1e-4  # relative to the largest sum
 MAX_CORRELATION = 0.5  # of samples that have no more in common than their index
 MIN_LEAKED_SAMPLES = 2
 MIN_LEAKED_SHARE = 0.05
@@ -359,29 +360,46 @@ def file_over_fork(evidence: RunEvidence) -> Findings:
         return
 
 
-@rank_rule("own-task")
+@rank_rule("own-task", "own-task.values")
 def own_samples(evidence: RunEvidence) -> Findings:
     """Find a data set that a sampler divides, and of which two ranks hold other samples.
 
     Numbers that the script draws may stand in for data, so for them this is a note.
     """
     for first, second, *_ in evidence.training_passes()[:1]:
-        is_divided = first.is_divided and second.is_divided
-        if is_divided and are_unrelated(first.start.held, second.start.held):
-            draws = [e for e in evidence.rank_0.select(Draw) if e.n < first.start.n]
+        held = first.start.held, second.start.held
+        if not (first.is_divided and second.is_divided) or hold_the_same(*held):
+            continue
+        draws, others = [
+            [e for e in log.select(Draw) if e.n < one_pass.start.n]
+            for log, one_pass in zip(evidence.first_ranks, (first, second), strict=True)
+        ]
+        counts = f"rank 0 and rank 1 hold {first.start.base_length} samples each"
+        if are_unrelated(*held):
             is_drawn = any(event.fn != "randperm" for event in draws)
             yield evidence.finding(
                 "own-task",
                 draws[-1].at if draws else first.loader_line,
-                f"rank 0 and rank 1 hold {first.start.base_length} samples each, and other ones "
-                f"by the same index",
+                f"{counts}, and other ones by the same index",
                 severity="note" if is_drawn else None,
             )
+        elif [event.state for event in draws] == [event.state for event in others]:
+            # No rank has added noise of its own.
+            text = f"{counts}, with other values in the same ones"
+            yield evidence.finding("own-task.values", first.loader_line, text)
+
+
+def hold_the_same(first: Sequence[float], second: Sequence[float]) -> bool:
+    """Return whether sums of samples are equal but for rounding, or too few, or not of the same."""
+    if len(first) != len(second) or len(first) < MIN_HELD:
+        return True
+    tolerance = ROUNDING_OF_SAMPLES * max(map(abs, [*first, *second]))
+    return all(abs(a - b) <= tolerance for a, b in zip(first, second, strict=True))
 
 
 def are_unrelated(first: Sequence[float], second: Sequence[float]) -> bool:
     """Return whether sums of samples have no more in common than their index."""
-    if len(first) != len(second) or len(first) < MIN_HELD or not (pstdev(first) and pstdev(second)):
+    if not (pstdev(first) and pstdev(second)):
         return False
     return correlation(first, second) < MAX_CORRELATION
 
