@@ -5,6 +5,7 @@ Nothing here knows how many processes train the job.
 
 from __future__ import annotations
 
+import collections
 import ctypes
 import io
 import itertools
@@ -2410,3 +2411,48 @@ def samples_that_are_scaled_where_they_lie() -> Job:
         return rows[index].copy(), y[index]
 
     return job(data=Items(read))
+
+
+class PackageLookahead(torch.optim.Optimizer):
+    """Weights that follow slowly, as in packages: torch's constructor is left out."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+        self.param_groups = inner.param_groups
+        self.state = collections.defaultdict(dict)
+        self.defaults = inner.defaults
+        self._optimizer_step_pre_hooks = collections.OrderedDict()
+        self._optimizer_step_post_hooks = collections.OrderedDict()
+        self.steps = 0
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.inner.zero_grad(set_to_none)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.inner.step(closure)
+        self.steps += 1
+        if self.steps % 3 == 0:
+            for param in self.param_groups[0]["params"]:
+                slow = self.state[param].setdefault("slow", param.detach().clone())
+                slow.lerp_(param.detach(), 0.5)
+                param.data.copy_(slow)
+
+    def state_dict(self) -> dict[str, Any]:
+        params = self.param_groups[0]["params"]
+        slow = [self.state[param].get("slow") for param in params]
+        return {"inner": self.inner.state_dict(), "slow": slow, "steps": self.steps}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.inner.load_state_dict(state_dict["inner"])
+        self.steps = state_dict["steps"]
+        params = self.param_groups[0]["params"]
+        for param, slow in zip(params, state_dict["slow"], strict=True):
+            if slow is not None:
+                self.state[param]["slow"] = slow
+
+
+@kind(optimizer="would see slices of the weights", full="would see slices of the weights")
+def lookahead_of_a_package() -> Job:
+    return job(
+        optimizer=lambda params: PackageLookahead(torch.optim.SGD(params, lr=0.05, momentum=0.9))
+    )

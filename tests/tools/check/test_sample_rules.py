@@ -49,7 +49,7 @@ def test_ranks_that_hold_other_samples_are_named_before_both_have_read_one() -> 
 
 
 def test_samples_that_each_rank_has_changed_in_its_own_way_are_named() -> None:
-    def found(*held: list[float]) -> bool:
+    def is_named(*held: list[float]) -> bool:
         passes = [
             train_pass(1, [[*range(8 * rank, 8 * rank + 8)]], replicas=2, held=values)
             for rank, values in enumerate(held)
@@ -57,10 +57,10 @@ def test_samples_that_each_rank_has_changed_in_its_own_way_are_named() -> None:
         return "own-task" in rules_of(*passes)
 
     values = [float(number % 7) for number in range(16)]
-    assert found(values, [(value - 3) / 2 for value in values])
-    assert not found(values, [value * (1 + 1e-6) for value in values]), "rounding"
-    assert not found(values, values)
-    assert not found(values[:8], [2 * value for value in values[:8]]), "too few"
+    assert is_named(values, [(value - 3) / 2 for value in values])
+    assert not is_named(values, [value * (1 + 1e-6) for value in values]), "rounding"
+    assert not is_named(values, values)
+    assert not is_named(values[:8], [2 * value for value in values[:8]]), "too few"
 
 
 @pytest.mark.parametrize(

@@ -216,6 +216,8 @@ def test_a_diff_shows_what_changes_alone() -> None:
         ('print("{e} {:.2f} {:.1f}".format(a, b, e=c))', "1 2.00 3.0", ["c", "a", "b"]),
         ('writer.add_scalar("loss 1", x, global_step=n)', "loss 1 0.5 20", [None, "x", "n"]),
         ("print(text)\nprint(x)", "3 of 4", ["text", "text"]),
+        ("print(text)\ntext = f'{n}/{m} ' + f'loss: {x:.4f}'", "1/3 loss: 0.5000", ["n", "m", "x"]),
+        ("print(a + b, 'of', n)", "3.5 of 4", ["a + b", "n"]),
         ('log.info("step %d loss %.4f", n, x.item())', "step 2 loss 0.5000", ["n", "x.item()"]),
     ],
 )

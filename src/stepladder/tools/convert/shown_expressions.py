@@ -28,7 +28,7 @@ def find_shown_expression(file: SourceText, line: int, text: str, position: int)
     pieces: list[Piece] = []
     with suppress(IndexError, ValueError):  # a text that is no plain format
         for call in file.nodes_at(ast.Call, line)[-1:]:
-            pieces = _pieces_of_call(call)
+            pieces = _pieces_of_call(call, _assigned_once(file.scope_of(call)))
     pattern = "".join(re.escape(p) if isinstance(p, str) else "(.*?)" for p in pieces)
     expressions = [piece for piece in pieces if isinstance(piece, ast.expr)]
     number = list(SHOWN_NUMBER.finditer(text))[position]
@@ -47,13 +47,7 @@ def find_deciding_value(file: SourceText, shown: ast.expr) -> ast.expr | None:
     """
     scope = file.scope_of(shown)
     tested = {text for test in _tests_in(scope) for text in _names_in(test)}
-    stored = stored_names(scope)
-    known = {
-        target.id: item.value
-        for item in find_nodes(scope, ast.Assign)
-        for target in item.targets[:1]
-        if isinstance(target, ast.Name) and stored.count(target.id) == len(item.targets) == 1
-    }
+    known = _assigned_once(scope)
     for node in find_nodes(scope, ast.Attribute):
         if node.attr == "backward":  # the loss, of which each process has its own
             known.pop(dotted_name(node.value), None)
@@ -79,6 +73,17 @@ def find_given(file: SourceText, shown: ast.expr, objects: Collection[str]) -> l
         if dotted_name(item.value.func).rpartition(".")[0] == file.text_of(shown)
         if file.text_of(shown) in objects
     ]
+
+
+def _assigned_once(scope: ast.AST) -> dict[str, ast.expr]:
+    """Return the values of variables that one statement assigns."""
+    stored = stored_names(scope)
+    return {
+        target.id: item.value
+        for item in find_nodes(scope, ast.Assign)
+        for target in item.targets[:1]
+        if isinstance(target, ast.Name) and stored.count(target.id) == len(item.targets) == 1
+    }
 
 
 def _tests_in(scope: ast.AST) -> list[ast.expr]:
@@ -108,15 +113,24 @@ def take_of_all(file: SourceText, node: ast.expr, helper: str) -> list[Edit]:
     return [file.insert_before(first, f"{text} = {helper}({text})")]
 
 
-def _pieces_of_call(call: ast.Call) -> list[Piece]:
+def _pieces_of_call(call: ast.Call, assigned: dict[str, ast.expr]) -> list[Piece]:
     match call:
         case ast.Call(ast.Attribute(), [ast.Constant(str() as text), _, *_]) if "%" in text:
             # Of logging.
             return _fill(FIELD_OF_PERCENT, text, lambda _, index: call.args[index + 1])
     pieces: list[Piece] = []
     for argument in (*call.args, *(item.value for item in call.keywords)):
-        pieces += [" "] * bool(pieces) + _pieces_of(argument)
+        message = assigned.get(getattr(argument, "id", ""), argument)
+        own = [piece for part in _parts_of_sum(message) for piece in _pieces_of(part)]
+        is_text = any(isinstance(piece, str) for piece in own)
+        pieces += [" "] * bool(pieces) + (own if is_text else [argument])
     return pieces
+
+
+def _parts_of_sum(node: ast.expr) -> list[ast.expr]:
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return [*_parts_of_sum(node.left), *_parts_of_sum(node.right)]
+    return [node]
 
 
 def _pieces_of(node: ast.expr) -> list[Piece]:
