@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -287,6 +288,42 @@ for step in range(20):
     of_made.step()
 """
 
+BEFORE_THE_LOOP = f"""{HEAD}
+best = 9.0
+
+
+def main():
+    global best
+    torch.manual_seed(0)
+    x = torch.randn(48, 6)
+    loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), 12, shuffle=True)
+    net = nn.Linear(6, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    history = {{"loss": []}}
+    if len(x) > 100:
+        patience = 5
+    else:
+        patience = 2
+    for epoch in range(3):
+        total = 0
+        for rows, targets in loader:
+            optimizer.zero_grad()
+            loss = (net(rows) - targets).square().mean()
+            loss.backward()
+            optimizer.step()
+            total += loss.item() / len(loader)
+        history["loss"].append(total)
+        if total < best:
+            best = total
+        else:
+            patience -= 1
+        print(f"{{total:.4f}}")
+    print(len(history["loss"]))
+
+
+main()
+"""
+
 slow = pytest.mark.slow
 ranks = pytest.mark.ranks
 
@@ -299,6 +336,18 @@ def convert_text(text: str, folder: Path, monkeypatch: pytest.MonkeyPatch, last:
     assert result.stopped == ""
     (folder / "train_ddp.py").write_text(result.files["train.py"])
     return result.files["train.py"]
+
+
+@ranks
+@slow
+def test_a_snapshot_has_what_has_a_value_before_the_loop_and_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    converted = convert_text(BEFORE_THE_LOOP, tmp_path, monkeypatch, "g")
+    (saving,) = [line for line in converted.splitlines() if line.startswith("        save_snap")]
+    assert {"history=history", "best=best", "patience=patience"} <= {
+        *re.findall(r"\w+=\w+", saving)
+    }
 
 
 @ranks

@@ -20,6 +20,7 @@ from stepladder.tools.convert.conversion import Conversion
 from stepladder.tools.convert.facts import ScriptFacts
 from stepladder.tools.convert.helpers import HELPERS
 from stepladder.tools.convert.ladder import compose
+from stepladder.tools.convert.loops import arguments_of_range
 from stepladder.tools.convert.rungs import find_joined, find_lines_not_judged
 from stepladder.tools.convert.rungs_files import write_once
 from stepladder.tools.convert.shortening import FIRST_STEPS, shorten_epochs
@@ -218,6 +219,7 @@ def test_a_diff_shows_what_changes_alone() -> None:
         ("print(text)\nprint(x)", "3 of 4", ["text", "text"]),
         ("print(text)\ntext = f'{n}/{m} ' + f'loss: {x:.4f}'", "1/3 loss: 0.5000", ["n", "m", "x"]),
         ("print(a + b, 'of', n)", "3.5 of 4", ["a + b", "n"]),
+        ("print(f'{total:.2f}')", "3.50", ["total"]),
         ('log.info("step %d loss %.4f", n, x.item())', "step 2 loss 0.5000", ["n", "x.item()"]),
     ],
 )
@@ -228,6 +230,22 @@ def test_each_number_that_was_shown_has_its_expression(
     source = SourceText.read(tmp_path / "train.py", "train.py")
     found = [find_shown_expression(source, 1, text, number) for number in range(len(shown))]
     assert [item and source.text_of(item) for item in found] == shown
+
+
+@pytest.mark.parametrize(
+    ("turns", "args"),
+    [
+        ("range(3)", ["3"]),
+        ("tqdm.tqdm(range(first, 9), leave=False)", ["first", "9"]),
+        ("trange(n, desc='epochs')", ["n"]),
+        ("reversed(range(3))", []),  # its first turn is not the first of the range
+        ("epochs", []),
+    ],
+)
+def test_a_loop_over_a_range_may_show_its_progress(turns: str, args: list[str]) -> None:
+    (loop,) = ast.parse(f"for epoch in {turns}: pass").body
+    assert isinstance(loop, ast.For)
+    assert list(map(ast.unparse, arguments_of_range(loop))) == args
 
 
 def test_a_snapshot_has_what_an_object_changes() -> None:

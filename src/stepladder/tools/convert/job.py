@@ -14,7 +14,7 @@ from stepladder.tools.check.script_source import argument_of, find_nodes, last_n
 from stepladder.tools.convert.batch_loop import BatchLoop, MadeFunction, find_calls
 from stepladder.tools.convert.conversion import Conversion
 from stepladder.tools.convert.job_fragments import IMPORTED, Fragment, find_top, keep_needed
-from stepladder.tools.convert.loops import find_epoch_loops
+from stepladder.tools.convert.loops import arguments_of_range, find_epoch_loops
 from stepladder.tools.convert.source import INDENT, CannotConvert, SourceText
 
 RECOGNIZED = {"zero_grad", "backward", "step", "train", "unscale_", "update"}
@@ -418,11 +418,8 @@ class JobWriter:
             top: The statements before `build`.
             made: Those in it.
         """
-        loop = self.training.epoch_loop
-        ends: list[ast.expr] = []
-        match getattr(loop, "iter", None):
-            case ast.Call(ast.Name("range"), [end]):
-                ends = [end]
+        args = arguments_of_range(self.training.epoch_loop)
+        ends = args if len(args) == 1 else []
         settings = {
             self.training.resolve(self.file.text_of(value)): field
             for field, values in (("epochs", ends), ("global_batch", self.sizes))

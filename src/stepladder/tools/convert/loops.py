@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import builtins
 from collections.abc import Iterator
 from itertools import islice
 
+from stepladder.tools.check.script_source import last_name
 from stepladder.tools.convert.conversion import Conversion
 from stepladder.tools.convert.facts import LoaderFacts, Use
 from stepladder.tools.convert.source import CannotConvert, Loop, SourceText
@@ -45,6 +47,21 @@ def find_loops_by_hand(conversion: Conversion) -> Iterator[tuple[SourceText, Loo
     for loader in conversion.facts.loaders:
         for uses in loader.uses * (loader.is_training and loader.is_by_hand):
             yield from islice(_loops_around(conversion, uses), 1)
+
+
+def arguments_of_range(loop: Loop | None) -> list[ast.expr]:
+    """Return the arguments of the range that a loop is over, as `tqdm(range(10))` is; [] of others.
+
+    What shows the progress of a range has it first. Python's own functions, as `reversed`, change
+    its turns.
+    """
+    turns = getattr(loop, "iter", None)
+    while isinstance(turns, ast.Call):
+        name = last_name(turns.func)
+        if name in ("range", "trange"):
+            return turns.args
+        turns = turns.args[0] if turns.args and not hasattr(builtins, name) else None
+    return []
 
 
 def counter_of(loop: Loop) -> str:

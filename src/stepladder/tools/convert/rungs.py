@@ -477,13 +477,22 @@ def _names_of_items(tree: ast.AST) -> Iterator[str]:
 
 def assigned_before(file: SourceText, loop: Loop) -> set[str]:
     """Return the variables that are assigned before a loop, in its block or in one around it."""
-    return {
-        name
-        for block, index in _blocks_around(file, loop)
-        for item in block[:index]
-        if isinstance(item, ast.Assign)
-        for name in stored_names(item)
-    }
+    blocks = [block[:index] for block, index in _blocks_around(file, loop)]
+    return set().union(*map(_surely_assigned, blocks))
+
+
+def _surely_assigned(statements: list[ast.stmt]) -> set[str]:
+    """Return the variables that statements assign, whichever branches are taken."""
+    names: set[str] = set()
+    for item in statements:
+        match item:
+            case ast.Assign():
+                names.update(stored_names(item))
+            case ast.If():
+                names |= _surely_assigned(item.body) & _surely_assigned(item.orelse)
+            case ast.With():
+                names |= _surely_assigned(item.body)
+    return names
 
 
 def statements_after(file: SourceText, loop: Loop) -> list[ast.stmt]:

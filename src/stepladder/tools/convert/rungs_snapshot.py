@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -12,13 +13,14 @@ from stepladder.tools.check.events import OBJECT_OF, NamesInUse
 from stepladder.tools.check.script_source import dotted_name, find_nodes, last_name, stored_names
 from stepladder.tools.convert.conversion import Conversion, Edits
 from stepladder.tools.convert.loops import (
+    arguments_of_range,
     counter_of,
     find_epoch_loops,
     find_loops_by_hand,
     find_training_loops,
     name_of_epoch,
 )
-from stepladder.tools.convert.rungs import added_to, assigned_before, statements_after
+from stepladder.tools.convert.rungs import assigned_before, statements_after
 from stepladder.tools.convert.source import INDENT, CannotConvert, Edit, Loop, SourceText
 
 FORMS_OF_PARTS = {"model": "inner_model({})", "generator": "GeneratorState({})"}
@@ -115,10 +117,35 @@ def parts_of(conversion: Conversion, file: SourceText, loop: Loop) -> dict[str, 
 
 
 def _changing_values(file: SourceText, loop: Loop) -> list[str]:
-    """Return the variables that are assigned before a loop, and again or added to in it."""
-    changed = dict.fromkeys([*stored_names(loop), *added_to(loop)])
-    before = assigned_before(file, loop)
+    """Return the variables that have a value before a loop, which it assigns, or adds to."""
+    changed = dict.fromkeys([*stored_names(loop), *_names_with_items_changed(loop)])
+    before = assigned_before(file, loop) | _declared_globals(file, loop)
     return [name for name in changed if name in before]
+
+
+def _names_with_items_changed(loop: Loop) -> Iterator[str]:
+    """Yield the variables of lists and dictionaries that grow, or get other items."""
+    for node in ast.walk(loop):
+        match node:
+            case ast.AugAssign(target=ast.Name(id=name), op=ast.Add()):
+                yield name
+            case ast.Call(func=ast.Attribute(value=owner, attr="append" | "extend")):
+                yield _owner_of_items(owner)
+            case ast.Subscript(value=owner, ctx=ast.Store()):
+                yield _owner_of_items(owner)
+
+
+def _owner_of_items(node: ast.expr) -> str:
+    """Return `history` of `history["loss"][0]`; empty where it is no variable's item."""
+    while isinstance(node, ast.Subscript):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def _declared_globals(file: SourceText, loop: Loop) -> set[str]:
+    """Return the variables of the module that the function of a loop assigns."""
+    items = file.nodes(ast.Global, file.scope_of(loop))
+    return {name for item in items for name in item.names}
 
 
 def _values_of_some_turns(file: SourceText, loop: Loop) -> list[str]:
@@ -171,7 +198,7 @@ def save_and_resume(conversion: Conversion) -> Edits:
     changing, of_some_turns = _changing_values(file, loop), _values_of_some_turns(file, loop)
     scope, of_module = file.scope_of(loop), _globals_changed_by(file, loop)
     changing = list(dict.fromkeys([*changing, *of_module]))
-    declared = {name for item in file.nodes(ast.Global, scope) for name in item.names}
+    declared = _declared_globals(file, loop)
     if not isinstance(scope, ast.Module) and (missing := sorted({*of_module} - declared)):
         yield file.insert_before(scope.body[0], f"global {', '.join(missing)}")
     forms = parts_of(conversion, file, loop)
@@ -198,10 +225,10 @@ def _begin_at(file: SourceText, loop: ast.For) -> Edit:
     Raises:
         CannotConvert: It is over something else.
     """
-    match loop.iter:
-        case ast.Call(func=ast.Name(id="range"), args=[end], keywords=[]):
+    match arguments_of_range(loop):
+        case [end]:
             return file.replace(end, f'last_saved.get("epoch", 0), {file.text_of(end)}')
-        case ast.Call(func=ast.Name(id="range"), args=[first, _], keywords=[]):
+        case [first, _]:
             return file.replace(first, f'last_saved.get("epoch", {file.text_of(first)})')
     raise CannotConvert(f"{file.name}:{loop.lineno} is no loop over a range")
 

@@ -7,7 +7,12 @@ from collections.abc import Iterable
 
 from stepladder.tools.check.script_source import parameters_of, stored_names
 from stepladder.tools.convert.conversion import Conversion, Edits
-from stepladder.tools.convert.loops import counter_of, find_epoch_loops, find_loops_by_hand
+from stepladder.tools.convert.loops import (
+    arguments_of_range,
+    counter_of,
+    find_epoch_loops,
+    find_loops_by_hand,
+)
 from stepladder.tools.convert.rungs import find_lines_not_judged
 from stepladder.tools.convert.source import Edit, Loop, SourceText
 
@@ -57,35 +62,30 @@ def _take_first(file: SourceText, loop: ast.For, turns: int) -> list[Edit]:
     A loop over a range ends at the same number where a later rung begins it at another one.
     """
     begin, end = "islice(", f", {turns})"
-    match loop.iter:
-        case ast.Call(func=ast.Name(id="range"), args=[_] | [_, _] as args):
-            first = file.text_of(args[0]) if len(args) > 1 else "0"
-            begin, end = f"takewhile(({first} + {turns}).__gt__, ", ")"
+    args = arguments_of_range(loop)
+    if len(args) in (1, 2):
+        first = file.text_of(args[0]) if len(args) > 1 else "0"
+        begin, end = f"takewhile(({first} + {turns}).__gt__, ", ")"
     lowered = f"[{_lower_end(file, loop, turns)}, "
     return file.wrap(loop.iter, f'__import__("itertools").{begin}{lowered}', f"][1]{end}")
 
 
 def _lower_end(file: SourceText, loop: ast.For, turns: int) -> str:
     """Return an expression that lowers the end of the range of a loop, which later lines use."""
-    for call in file.nodes(ast.Call, loop.iter):
-        match call:
-            case ast.Call(ast.Name("range"), [end] | [_, end, *_]):
-                pass
-            case _:
-                continue
-        if isinstance(end, ast.BinOp):
-            end = end.left
-        if not isinstance(end, ast.Name | ast.Attribute | ast.Subscript):
-            continue
-        name = file.text_of(end)
-        excess = f"max(0, len({file.text_of(call)}) - {turns})"
-        scope = file.scope_of(loop)
-        own = stored_names(scope)
-        if not isinstance(scope, ast.Module):
-            own += parameters_of(scope)
-        if name in own:
-            return f"({name} := {name} - {excess})"
-        is_global = f"global {name}; " * isinstance(end, ast.Name)
-        lines = f"{is_global}\ntry: {name} -= {excess}\nexcept Exception: pass"  # it may be frozen
-        return f"exec({lines!r})"
-    return "None"
+    args = arguments_of_range(loop)
+    end = next(iter(args[1:2] or args), None)
+    if isinstance(end, ast.BinOp):
+        end = end.left
+    if not isinstance(end, ast.Name | ast.Attribute | ast.Subscript):
+        return "None"
+    name = file.text_of(end)
+    excess = f"max(0, len(range({', '.join(map(file.text_of, args))})) - {turns})"
+    scope = file.scope_of(loop)
+    own = stored_names(scope)
+    if not isinstance(scope, ast.Module):
+        own += parameters_of(scope)
+    if name in own:
+        return f"({name} := {name} - {excess})"
+    is_global = f"global {name}; " * isinstance(end, ast.Name)
+    lines = f"{is_global}\ntry: {name} -= {excess}\nexcept Exception: pass"  # it may be frozen
+    return f"exec({lines!r})"

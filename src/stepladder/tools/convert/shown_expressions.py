@@ -121,9 +121,10 @@ def _pieces_of_call(call: ast.Call, assigned: dict[str, ast.expr]) -> list[Piece
     pieces: list[Piece] = []
     for argument in (*call.args, *(item.value for item in call.keywords)):
         message = assigned.get(getattr(argument, "id", ""), argument)
-        own = [piece for part in _parts_of_sum(message) for piece in _pieces_of(part)]
-        is_text = any(isinstance(piece, str) for piece in own)
-        pieces += [" "] * bool(pieces) + (own if is_text else [argument])
+        parts = _parts_of_sum(message)
+        own = [piece for part in parts for piece in _pieces_of(part)]
+        is_number = own == parts
+        pieces += [" "] * bool(pieces) + ([argument] if is_number else own)
     return pieces
 
 
