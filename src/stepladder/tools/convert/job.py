@@ -419,7 +419,7 @@ class JobWriter:
             made: Those in it.
         """
         args = arguments_of_range(self.training.epoch_loop)
-        ends = args if len(args) == 1 else []
+        ends = args * (len(args) == 1)
         settings = {
             self.training.resolve(self.file.text_of(value)): field
             for field, values in (("epochs", ends), ("global_batch", self.sizes))

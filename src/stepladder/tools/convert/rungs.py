@@ -428,7 +428,7 @@ def _accumulators(file: SourceText, loop: ast.For) -> list[str]:
             read = {node.id for node in file.nodes(ast.Name, item.value)}
             begin_anew.update({*stored_names(item)} - read)
     begin_anew.difference_update(map(file.text_of, targets))
-    added = dict.fromkeys([*added_to(loop), *_added_to_items(file, loop)])
+    added = dict.fromkeys([*_added_to(loop), *_added_to_items(file, loop)])
     return [name for name in added if name in begin_anew]
 
 
@@ -447,7 +447,7 @@ def find_joined(file: SourceText, loop: ast.For) -> set[str]:
     return names & assigned_before(file, loop)
 
 
-def added_to(loop: Loop) -> Iterator[str]:
+def _added_to(loop: Loop) -> Iterator[str]:
     """Yield the variables that a loop adds to."""
     for node in ast.walk(loop):
         match node:

@@ -139,7 +139,7 @@ def _owner_of_items(node: ast.expr) -> str:
     """Return `history` of `history["loss"][0]`; empty where it is no variable's item."""
     while isinstance(node, ast.Subscript):
         node = node.value
-    return node.id if isinstance(node, ast.Name) else ""
+    return getattr(node, "id", "")
 
 
 def _declared_globals(file: SourceText, loop: Loop) -> set[str]:

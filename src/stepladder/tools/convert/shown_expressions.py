@@ -123,8 +123,9 @@ def _pieces_of_call(call: ast.Call, assigned: dict[str, ast.expr]) -> list[Piece
         message = assigned.get(getattr(argument, "id", ""), argument)
         parts = _parts_of_sum(message)
         own = [piece for part in parts for piece in _pieces_of(part)]
-        is_number = own == parts
-        pieces += [" "] * bool(pieces) + ([argument] if is_number else own)
+        if own == parts:  # a number
+            own = [argument]
+        pieces += [" "] * bool(pieces) + own
     return pieces
 
 
