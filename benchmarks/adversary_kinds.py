@@ -5,7 +5,6 @@ Nothing here knows how many processes train the job.
 
 from __future__ import annotations
 
-import collections
 import ctypes
 import io
 import itertools
@@ -2413,46 +2412,43 @@ def samples_that_are_scaled_where_they_lie() -> Job:
     return job(data=Items(read))
 
 
-class PackageLookahead(torch.optim.Optimizer):
-    """Weights that follow slowly, as in packages: torch's constructor is left out."""
+@kind(full="a hook of", optimizer="a hook of")
+def clipping_by_the_norm_of_each_weight() -> Job:
+    made = job()
+
+    def clip(optimizer: torch.optim.Optimizer, *_: Any) -> None:  # whose gradients become a graph
+        for param in optimizer.param_groups[0]["params"]:
+            param.grad.mul_((0.1 * param.norm() / (param.grad.norm() + 1e-6)).clamp_max(1.0))
+
+    made.optimizer.register_step_pre_hook(clip)
+    return made
+
+
+class SlowAround(torch.optim.Optimizer):
+    """Lookahead around another optimizer, without what torch's own __init__ sets."""
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         self.inner = inner
-        self.param_groups = inner.param_groups
-        self.state = collections.defaultdict(dict)
-        self.defaults = inner.defaults
-        self._optimizer_step_pre_hooks = collections.OrderedDict()
-        self._optimizer_step_post_hooks = collections.OrderedDict()
-        self.steps = 0
+        self.param_groups, self.defaults = inner.param_groups, inner.defaults
+        self.state = inner.state
+        self._optimizer_step_pre_hooks = {}  # type: ignore[assignment]
+        self._optimizer_step_post_hooks = {}  # type: ignore[assignment]
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self.inner.zero_grad(set_to_none)
-
+    @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         self.inner.step(closure)
-        self.steps += 1
-        if self.steps % 3 == 0:
-            for param in self.param_groups[0]["params"]:
-                slow = self.state[param].setdefault("slow", param.detach().clone())
-                slow.lerp_(param.detach(), 0.5)
-                param.data.copy_(slow)
+        for param in self.param_groups[0]["params"]:
+            slow = self.state[param].setdefault("slow", param.clone())
+            param.copy_(slow.lerp_(param, 0.9))
 
     def state_dict(self) -> dict[str, Any]:
-        params = self.param_groups[0]["params"]
-        slow = [self.state[param].get("slow") for param in params]
-        return {"inner": self.inner.state_dict(), "slow": slow, "steps": self.steps}
+        return self.inner.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.inner.load_state_dict(state_dict["inner"])
-        self.steps = state_dict["steps"]
-        params = self.param_groups[0]["params"]
-        for param, slow in zip(params, state_dict["slow"], strict=True):
-            if slow is not None:
-                self.state[param]["slow"] = slow
+        self.inner.load_state_dict(state_dict)
+        self.state = self.inner.state
 
 
-@kind(optimizer="would see slices of the weights", full="would see slices of the weights")
-def lookahead_of_a_package() -> Job:
-    return job(
-        optimizer=lambda params: PackageLookahead(torch.optim.SGD(params, lr=0.05, momentum=0.9))
-    )
+@kind(full="a hook of", optimizer="a hook of")
+def lookahead_around_another_optimizer() -> Job:
+    return job(optimizer=lambda params: SlowAround(torch.optim.SGD(params, lr=0.05, momentum=0.9)))

@@ -6,6 +6,7 @@ import io
 import json
 import struct
 import tarfile
+import zipfile
 import zlib
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -25,6 +26,7 @@ from stepladder.data.readers import remote
 from stepladder.data.readers.batches import decode_image
 from stepladder.data.readers.listing import list_names, relate
 from stepladder.data.readers.open_data import open_data
+from stepladder.data.shards.array_files import npz_table
 from stepladder.data.shards.dataset import Shards
 
 
@@ -295,6 +297,27 @@ def test_the_arrays_of_an_npz_file_are_described(tmp_path: Path) -> None:
     assert facts["columns"] == {"x": "float64", "y": "2 float32"}
 
 
+def test_a_member_of_an_npz_file_that_is_no_array_is_not_left_out(tmp_path: Path) -> None:
+    write_npz(tmp_path / "a.npz", np.arange(4.0))
+    with zipfile.ZipFile(tmp_path / "a.npz", "a") as archive:
+        archive.writestr("y.txt", "1")
+    assert list(npz_table(tmp_path / "a.npz", ("x",)).columns) == ["x"]
+    with pytest.raises(InputError, match="a.npz: y.txt is no array"):
+        describe_data(tmp_path / "a.npz")
+
+
+def test_arrays_of_several_names_in_a_folder_are_not_read_as_more_rows_of_one(
+    tmp_path: Path,
+) -> None:
+    for name in ("part-1", "part-02", "y"):
+        np.save(tmp_path / f"{name}.npy", np.arange(3.0))
+    with pytest.raises(InputError, match="several names: part-1.npy, y.npy"):
+        open_data(tmp_path)
+    assert len(open_data(tmp_path / "part-*.npy")) == 6
+    (tmp_path / "y.npy").unlink()
+    assert len(open_data(tmp_path)) == 6
+
+
 def test_an_image_without_bytes_is_named_in_plain_words() -> None:
     pytest.importorskip("PIL")
     with pytest.raises(ValueError, match=r"^no image in 0 bytes \(cannot identify image file\)$"):
@@ -401,6 +424,7 @@ def test_a_word_is_named_once_and_only_of_the_columns_that_are_read(
         (["0.5", "1700000001"], True),
         (["0.5", "1700000002.5"], True),
         (["NaN", "123456789"], True),
+        (["0.5", "1700000000123456789"], True),
         (["0.5", "16777216"], False),
         (["0.5", "6.02e23"], False),
         (["1", "1700000001"], False),

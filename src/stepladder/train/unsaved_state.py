@@ -38,11 +38,6 @@ from stepladder.train.sync.base import StepResult
 FUNCTIONS = (FunctionType, MethodType, partial)
 # By which a hook writes to tensors without a count of torch's.
 UNCOUNTED_WRITES = ("data", "numpy")
-_HOOK_TABLES = (
-    "_optimizer_step_pre_hooks",
-    "_optimizer_step_post_hooks",
-    "_optimizer_state_dict_post_hooks",
-)
 
 
 class UnsavedState(LoopListener):
@@ -243,10 +238,9 @@ def _list_hook_tables(job: Job) -> list[dict[int, Any]]:
     """Return where torch keeps the hooks of an optimizer's step and of a backward pass."""
     tables: list[Any] = []
     for each in {job.optimizer, *list_optimizers(job.optimizer)}:
-        # Wrappers of packages leave torch's constructor out, and have not all tables.
-        own = [getattr(each, name, None) for name in _HOOK_TABLES]
-        if not own.pop():  # by which hooks save what they keep
-            tables += own
+        own = vars(each)  # one that wraps another may lack what torch's own __init__ sets
+        if not own.get("_optimizer_state_dict_post_hooks"):  # by which hooks save what they keep
+            tables += map(own.get, ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"))
     for param in job.model.parameters():
         tables += [param._backward_hooks, param._post_accumulate_grad_hooks]
     for module in job.model.modules():

@@ -48,7 +48,7 @@ WORD_HINT = (
 ROUND_HINT = "decode=FUNCTION, which gets the value itself; or smaller numbers, such as differences"
 MAX_HEADER_BYTES = 1 << 20
 WHOLE_IN_FLOAT32 = 1 << 24  # up to which it has all whole numbers
-MAX_WHOLE = 1 << 53  # beyond it are measures such as 6e23, not times and identifiers
+MAX_WHOLE = 1 << 63  # beyond it are measures such as 6e23, not times and identifiers
 MAX_FIELD_BYTES = (1 << 31) - 1
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 END_MARK = b"\x1a"  # of DOS

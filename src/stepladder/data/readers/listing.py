@@ -217,9 +217,15 @@ def validate_one_set(folder: str, names: list[str]) -> None:
         names: Files or folders in it, relative to it.
 
     Raises:
-        InputError: They tell of several splits, or of a column.
+        InputError: They tell of several splits, of a column, or of several arrays.
     """
     splits: dict[str, str] = {}
+    arrays = {re.sub("[0-9]+", "", name): name for name in names if name.endswith(".npy")}
+    if len(arrays) > 1:  # such as x and y: nothing else would tell them from parts of one
+        raise InputError(
+            f"{folder} holds arrays of several names: {', '.join(arrays.values())}",
+            "a pattern of those that are the rows of one array, such as 'data/x*.npy'",
+        )
     for name in names:
         if partition := PARTITION.search(name):
             raise InputError(

@@ -124,12 +124,12 @@ def npz_table(path: Path, names: tuple[str, ...]) -> Table:
     """  # noqa: DOC501 - input_error makes an InputError
     with as_input_error(f"cannot use {path}", REPAIR_HINT, (*ARRAY_DAMAGE, ValueError)):
         with zipfile.ZipFile(path) as archive:
-            members = [name for name in archive.namelist() if name.endswith(".npy")]
+            members = archive.namelist()
             if min((each.header_offset for each in archive.infolist()), default=0):
                 raise ValueError("another file lies before its arrays")
         known = [member.removesuffix(".npy") for member in members]
         selected = tables.select_columns(names, known, path)
-        arrays = {name: _find_npy(path, f"{name}.npy") for name in selected}
+        arrays = {name: _find_npy(path, members[known.index(name)]) for name in selected}
     if not arrays:
         raise input_error(path, "it holds no arrays")
     return _array_table(path, tables.identify_files("npz", path), arrays)
@@ -137,6 +137,10 @@ def npz_table(path: Path, names: tuple[str, ...]) -> Table:
 
 def _find_npy(path: Path, member: str) -> _StoredArray:
     """Read the header of an array of an NPZ file. Raises InputError if it has no numbers."""
+    if not member.endswith(".npy"):
+        raise input_error(
+            path, f"{member} is no array", "--columns with those that belong together"
+        )
     with zipfile.ZipFile(path) as archive:
         member_bytes = archive.getinfo(member).file_size
     with _open_npy(path, member) as stream:

@@ -104,7 +104,7 @@ class StateLayout:
             False if the scaler skipped the step because the gradient is too large for fp16. All
             ranks have the same gradient, so all of them skip it.
         """
-        with self.stepping() as step:
+        with torch.no_grad(), self.stepping() as step:  # a hook may compute with the weights
             if not scaler.is_enabled():
                 step()
                 return True
