@@ -278,6 +278,10 @@ def test_a_snapshot_has_what_an_object_changes() -> None:
         (["x = mean(loader)", "print(x)", "if x < best: stop()"], "mean(loader)"),
         (["y = mean(loader)", "x = y", "print(x)", "if x < y: stop()"], "mean(loader)"),
         (["x = mean(loader)", "print(x)"], None),
+        (["x = mean(loader)", "print(x)", "schedule.step(x)"], "mean(loader)"),
+        (["x = mean(loader)", "print(x)", "early_stopping(x.item(), net)"], "mean(loader)"),
+        (["x = mean(loader)", "print(x)", "history.append(x)"], None),
+        (["x = loss(net)", "print(x)", "x.backward()", "schedule.step(x)"], None),
         (["x = mean(loader)", "x = y = mean(test)", "print(x)", "if x < best: stop()"], None),
         (["y = x", "x = y", "print(x)", "if x < y: stop()"], None),
         (["x = mean(loader)", "print(x)", "if x < 9: x.backward()"], None),
@@ -294,7 +298,7 @@ def test_the_value_by_which_a_script_decides_is_that_of_all(
     [shown] = [
         call.args[0] for call in source.nodes(ast.Call) if source.text_of(call.func) == "print"
     ]
-    value = find_deciding_value(source, shown)
+    value = find_deciding_value(source, shown, {"early_stopping"})
     assert (value and source.text_of(value)) == deciding
 
 

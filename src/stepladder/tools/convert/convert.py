@@ -388,11 +388,12 @@ class Converter:
                 node = file and find_shown_expression(file, location.line, number.text, position)
                 if not file or not node:
                     return unchanged
-                origin = find_deciding_value(file, node)
+                objects = conversion.facts.names_of_objects
+                origin = find_deciding_value(file, node, objects)
                 order: tuple[str, ...] = WAYS_TO_MEND if number.is_counter else WAYS_TO_MEND[::-1]
                 if is_of_evaluation(conversion, file, origin or node):
                     order = WAYS_TO_MEND_EVALUATION
-                values = find_given(file, node, conversion.facts.names_of_objects) or [node]
+                values = find_given(file, node, objects) or [node]
                 wrong |= dict.fromkeys(product([file], values), order)
                 if origin is not None:
                     deciding[file, origin] = order

@@ -39,14 +39,26 @@ def find_shown_expression(file: SourceText, line: int, text: str, position: int)
     return None
 
 
-def find_deciding_value(file: SourceText, shown: ast.expr) -> ast.expr | None:
+def find_deciding_value(
+    file: SourceText, shown: ast.expr, objects: Collection[str]
+) -> ast.expr | None:
     """Return what a shown variable has by which the script decides what to do next.
 
     Each process must decide alike, so the value itself is that of all, and not only what is shown:
     what is assigned to a variable, or an attribute.
+
+    Args:
+        file: The file.
+        shown: What is shown.
+        objects: The names of objects that may decide by what they are given, as one that stops
+            early.
     """
     scope = file.scope_of(shown)
     tested = {text for test in _tests_in(scope) for text in _names_in(test)}
+    for call in find_nodes(scope, ast.Call):
+        owner, _, name = dotted_name(call.func).rpartition(".")
+        if name == "step" or owner in objects or name in objects:
+            tested.update(text for argument in call.args for text in _names_in(argument))
     known = _assigned_once(scope)
     for node in find_nodes(scope, ast.Attribute):
         if node.attr == "backward":  # the loss, of which each process has its own
