@@ -288,6 +288,26 @@ for step in range(20):
     of_made.step()
 """
 
+DERIVED_ITEM = f"""{HEAD}
+torch.manual_seed(0)
+x = torch.randn(48, 6)
+loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), 12, shuffle=True)
+test_loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), 8)
+net = nn.Linear(6, 1)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+for epoch in range(3):
+    for rows, targets in loader:
+        optimizer.zero_grad()
+        (net(rows) - targets).square().mean().backward()
+        optimizer.step()
+    found = {{"count": 0, "squares": 0.0, "error": 0.0}}
+    with torch.no_grad():
+        for rows, targets in test_loader:
+            found["count"] += len(rows)
+            found["squares"] += (net(rows) - targets).square().sum().item()
+            found["error"] = (found["squares"] / found["count"]) ** 0.5
+    print(f"{{found['error']:.4f}}")
+"""
 BEFORE_THE_LOOP = f"""{HEAD}
 best = 9.0
 
@@ -363,6 +383,7 @@ def test_a_snapshot_has_what_has_a_value_before_the_loop_and_changes(
         (METERS, "losses.update(mean_over_processes(loss.item()), len(rows))"),
         (BY_FORWARD, "        (loss * dist.get_world_size()).backward()"),
         (SHAPED, "batch_size = share_of_batch(batch_size)"),
+        (DERIVED_ITEM, "(net.module(rows) - targets).square().sum()"),
         (AS_IN_A_NOTEBOOK, "join_processes()\nshow_on_one_process()\nnet = Net()"),
     ],
     ids=[
@@ -374,6 +395,7 @@ def test_a_snapshot_has_what_has_a_value_before_the_loop_and_changes(
         "meters",
         "by forward",
         "shaped",
+        "derived item",
         "as in a notebook",
     ],
 )

@@ -342,7 +342,9 @@ def _add_sums(conversion: Conversion, of_training: bool) -> Edits:
         used = [name for name in _accumulators(file, loop) if name in known]
         joined = sorted(find_joined(file, loop) & known)
         ways = dict.fromkeys(used, "sum") | dict.fromkeys(joined, "join")
-        ways |= {name: "sum_items" for name in used if name in set(_added_to_items(file, loop))}
+        of_items = set(_added_to_items(file, loop)).intersection(used)
+        _require_sums_of_items(file, loop, of_items)
+        ways |= dict.fromkeys(of_items, "sum_items")
         sums = "\n".join(f"{name} = {way}_over_processes({name})" for name, way in ways.items())
         if sums:
             yield file.insert_after(loop, sums)
@@ -355,6 +357,17 @@ def _add_sums(conversion: Conversion, of_training: bool) -> Edits:
             is_length = last_name(call.func) == "len" and bool(call.args)
             if is_length and call not in inside and file.text_of(call.args[0]) in loader_names:
                 yield from file.wrap(call, "sum_over_processes(")
+
+
+def _require_sums_of_items(file: SourceText, loop: ast.For, names: set[str]) -> None:
+    """Raise CannotConvert if a loop sets an item of these, and does not only add to items."""
+    targets = chain.from_iterable(item.targets for item in file.nodes(ast.Assign, loop))
+    for target in targets:
+        if isinstance(target, ast.Subscript) and (name := file.text_of(target.value)) in names:
+            raise CannotConvert(
+                f"{file.name}:{target.lineno} makes an item of {name} of one process's share:"
+                " compute it after the loop, of sums"
+            )
 
 
 def is_of_evaluation(conversion: Conversion, file: SourceText, node: ast.expr) -> bool:
