@@ -192,7 +192,7 @@ def prepare_groups(load_function: Callable[[], Callable[..., Any]]) -> None:
     keep_stores_of_groups()
     name_groups_in_stacks()
     call_after_import("accelerate.state", _use_cpus_together)
-    call_after_import("torch.nn.parallel.distributed", _synchronize_batch_norm)
+    call_after_import("torch", _synchronize_batch_norm)
     report_unsent_batches()
     if os.environ.get(EXCHANGE_VARIABLE) == MEMORY_EXCHANGE:
         make_groups_by(load_function)
