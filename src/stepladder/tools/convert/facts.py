@@ -205,7 +205,7 @@ class ScriptFacts:
     def names_of_objects(self) -> set[str]:
         """The names that functions have for objects of the user's classes."""
         events = [e for e in self.log.select(NamesInUse) if e.what.startswith(OBJECT_OF)]
-        return {use.name for event in events for use in self.uses_in(event)}
+        return {use.name for event in events for use in self.uses_in(event)} - {""}
 
     @cached_property
     def training_events(self) -> list[ProbeEvent]:
