@@ -7,6 +7,7 @@ A run that hangs fails by its time-out. Whose exception it was is shown: "plante
 from __future__ import annotations
 
 import pickle
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -85,13 +86,13 @@ def test_an_exception_ends_the_command_and_is_shown(
 @pytest.mark.parametrize(
     "way", [pytest.param(way, marks=() if way == "alone" else pytest.mark.slow) for way in WAYS]
 )
-@pytest.mark.parametrize(
-    ("how", "shown"), [("kill", "exited unexpectedly"), ("leave", "with exit code 5")]
-)
-def test_a_worker_that_ends_is_named(way: str, how: str, shown: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["kill", "leave"])
+def test_a_worker_that_ends_is_named(way: str, how: str, tmp_path: Path) -> None:
     done = raises(way, "dataset", tmp_path, how)
     assert done.returncode == 1, done.stderr
-    assert shown in done.stderr or "killed by signal" in done.stderr, done.stderr
+    # torch knows no exit code of a worker that ends before torch waits for signals of it.
+    ends = "exited unexpectedly|with exit code 5|killed by signal"
+    assert re.search(rf"DataLoader worker \(pid.*({ends})", done.stderr), done.stderr
 
 
 # -- one process -----------------------------------------------------------------------------------
