@@ -69,8 +69,8 @@ the loss, a parametrization, a forward hook or a function of autograd that acts 
 files, 5 were misread: files of Parquet, Arrow, HDF5 and NumPy joined into one, and a folder that lacks one of its numbered parts. An Arrow file cut while it was read ended the process with SIGBUS. Of 21 scripts that are not distributed, five were
 trained twice without a word: one with a group for each rank (refused now), two in a process that the script starts, and two with an update written by hand.
 
-A ninth trial, of 84 other kinds (three were no valid jobs for torch or `train`, and two trained nothing; written anew, they end as they should), ended once in another hash, with a line that names the
-cause: an average that the loss counts up for metrics after 25 calls; it is left. Twice it ended with a traceback: a step hook that computes with the weights (gradients are without a graph now), and an optimizer
+A ninth trial, of 84 other kinds (three were no valid jobs for torch or `train`, and two trained nothing; written anew, they end as they should), ended twice in another hash: an average that the loss counts up for
+metrics after 25 calls, which a line names, and which is left; and, with `--shard full`, a teacher of other weights that is called by `functional_call`, which is refused now. Twice it ended with a traceback: a step hook that computes with the weights (gradients are without a graph now), and an optimizer
 around another one that does not call torch's `__init__`. An optimizer that asserts a closure ends with its own assertion. Of 181 files 2 were misread: a member of an NPZ file that is no array was left out, and
 arrays `x.npy` and `y.npy` of a folder were read as rows of one. Identifiers above 2^53 beside fractions were rounded without a line. Left: NPZ in Fortran order is refused, and a shard of MDS of another length than `index.json`
 says is refused by `data check` alone.

@@ -2424,6 +2424,22 @@ def clipping_by_the_norm_of_each_weight() -> Job:
     return made
 
 
+@kind(full="called with other weights than its own")
+def teacher_of_fixed_weights_after_the_student() -> Job:
+    model = Net()
+    fixed = {name: value.detach().clone() for name, value in model.named_parameters()}
+
+    def loss(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+        x, y = batch
+        output = model(x)
+        with torch.no_grad():
+            targets = torch.func.functional_call(model, fixed, (x,)).softmax(1)
+        total = F.cross_entropy(output, y, reduction="sum")
+        return total + F.cross_entropy(output, targets, reduction="sum"), len(x)
+
+    return job(model, loss=loss)
+
+
 class SlowAround(torch.optim.Optimizer):
     """Lookahead around another optimizer, without what torch's own __init__ sets."""
 

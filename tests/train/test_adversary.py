@@ -51,6 +51,7 @@ SLOW = [
     "reversed gradients by the number of calls",
     "noise of generators without a seed",
     "weights seeded by the process number",
+    "teacher of fixed weights after the student",
 ]
 
 

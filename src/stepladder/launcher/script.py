@@ -178,7 +178,9 @@ def _synchronize_batch_norm(_: ModuleType) -> None:
 
 @cache
 def _announce_batch_norm() -> None:
-    if os.environ["RANK"] == "0":
+    import torch.distributed
+
+    if torch.distributed.get_rank() == 0:
         print_message("SyncBatchNorm works on CPUs here; under torchrun it needs GPUs")
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel
 
-_original_all_reduce = c10d.all_reduce  # no collective of the script: the probe does not record it
+_original_all_reduce = c10d.all_reduce  # who wraps it later, to record it, means those of a script
 
 
 class _SumOverRanks(torch.autograd.Function):
@@ -56,9 +56,14 @@ def synchronize_on_cpus(announce: Callable[[], None] = lambda: None) -> None:
         announce()
         return _normalize(layer, input, group)
 
+    original_handle: Any = DistributedDataParallel._passing_sync_batchnorm_handle
+
+    def require_gpus(wrapper: Any, module: Any) -> None:
+        if wrapper.device_type != "cpu":
+            original_handle(wrapper, module)
+
     torch.nn.SyncBatchNorm.forward = forward  # type: ignore[method-assign, assignment]
-    # It only raises an error, where a layer is on CPUs.
-    DistributedDataParallel._passing_sync_batchnorm_handle = lambda *_: None  # type: ignore[method-assign]
+    DistributedDataParallel._passing_sync_batchnorm_handle = require_gpus  # type: ignore[method-assign]
 
 
 def _normalize(layer: Any, samples: Tensor, group: Any) -> Any:

@@ -298,7 +298,7 @@ def _is_of_time(series: shown.Series, fast: shown.Series) -> bool:
 def compare_samples(proof: RungProof, runs: FrozenRuns, where: str) -> None:
     if not trains_one_data_set(runs):
         again = runs.shuffled and replace(runs, compared=runs.shuffled)
-        of = "process has a data set of its own, as where the order of a set of texts makes it"
+        of = "process has other data: sort a set of texts before its order is used"
         if again and not trains_one_data_set(again):
             of = "run has other data: draw them with a seed"
         proof.broken.append(f"samples {where}: each {of}")

@@ -127,8 +127,6 @@ def _names_with_items_changed(loop: Loop) -> Iterator[str]:
     """Yield the variables of lists and dictionaries that grow, or get other items."""
     for node in ast.walk(loop):
         match node:
-            case ast.AugAssign(target=ast.Name(id=name), op=ast.Add()):
-                yield name
             case ast.Call(func=ast.Attribute(value=owner, attr="append" | "extend")):
                 yield _owner_of_items(owner)
             case ast.Subscript(value=owner, ctx=ast.Store()):

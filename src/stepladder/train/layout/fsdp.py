@@ -107,6 +107,7 @@ class FullyShardedLayout(StateLayout):
                 continue
             module.set_gradient_divide_factor(1.0)  # sums are divided by what the loss counts
             module.set_force_sum_reduction_for_comms(True)
+            _OwnWeights(module).watch()
             if self.comm.device.type == "cpu":
                 block = path or OUTSIDE_BLOCKS
                 gather: Any = _BlockAllGather(self.comm, block)
@@ -209,6 +210,47 @@ class FullyShardedLayout(StateLayout):
             param = self.params[name]
             if param in self.optimizer.state:
                 yield number, self.optimizer.state[param]
+
+
+class _OwnWeights:
+    """Refuses passes of a block with other weights, which fully_shard would replace by its own.
+
+    So does torch.func.functional_call: a teacher of fixed weights would have those of its student.
+
+    Args:
+        block: A module of fully_shard.
+    """
+
+    def __init__(self, block: Any) -> None:
+        self.block = block
+        modules: list[Any] = list(block.modules())
+        inner_blocks: list[Any] = [
+            module for module in modules[1:] if isinstance(module, FSDPModule)
+        ]
+        inner = {part for module in inner_blocks for part in module.modules()}
+        self.modules = [module for module in modules if module not in inner]
+        # Those of this rank's rows, and the complete ones once they were gathered.
+        self.known = set(self.weights())
+
+    def weights(self) -> Iterator[Tensor]:
+        for module in self.modules:
+            yield from module.parameters(recurse=False)
+
+    def watch(self) -> None:
+        """Look at the weights before and after fully_shard gathers them."""
+        self.block.register_forward_pre_hook(self.require_known, prepend=True)
+        self.block.register_forward_pre_hook(self.learn_gathered)
+
+    def require_known(self, *_: Any) -> None:
+        if not self.known.issuperset(self.weights()):
+            raise InputError(
+                "--shard full: the model is called with other weights than its own, as by"
+                " functional_call, and fully_shard would use its own",
+                "a copy of the model with the other weights, or --shard optimizer",
+            )
+
+    def learn_gathered(self, *_: Any) -> None:
+        self.known.update(self.weights())
 
 
 class _BlockAllGather:
